@@ -27,20 +27,23 @@ class Plan:
     """Validated lists of arrays, resolved once."""
 
     def __init__(self, lists: Sequence[_List], groups: Sequence[int], single: bool) -> None: ...
+    # Operations are called by their names in csrc/kernels/operations.h.
     def predict(
         self,
+        operation: str,
         terms: Sequence[Sequence[Term]],
         eps: Sequence[float],
+        rates: Rates,
         out: int | None,
         stream: Any,
-        rates: Rates = None,
     ) -> None: ...
     def stash_predict_(
         self,
+        operation: str,
         terms: Sequence[Sequence[Term]],
         eps: Sequence[float],
+        rates: Rates,
         stream: Any,
-        rates: Rates = None,
     ) -> None: ...
     def extrapolate(self, steps: float, out: int, stream: Any) -> None: ...
     def stash(self, stream: Any) -> None: ...
@@ -49,20 +52,13 @@ class Plan:
     def write_out(self, out: int, stream: Any) -> None: ...
     def distance_scratch(self) -> int: ...
     def distances(self, result: int, scratch: int, stream: Any) -> None: ...
-    def sgd_step_(
+    def step(
         self,
+        operation: str,
         settings: Sequence[Setting],
-        with_momentum: bool,
+        predictions: Sequence[tuple[int, Sequence[Sequence[Term]]]],
+        rates: Rates,
         first_step: bool | Sequence[bool],
-        predictions: Sequence[tuple[int, Sequence[Sequence[Term]]]],
-        options: StepOptions,
-        stream: Any,
-        rates: Rates = None,
-    ) -> None: ...
-    def adam_step_(
-        self,
-        settings: Sequence[Setting],
-        predictions: Sequence[tuple[int, Sequence[Sequence[Term]]]],
         options: StepOptions,
         stream: Any,
     ) -> None: ...

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from spectrain_ext.operators import functions
+from spectrain_ext import operators
 from spectrain_ext.operators.numbers import Adam
 from spectrain_ext.operators.plan import Plan
 
@@ -102,7 +102,7 @@ def ours(operation: Operation, s: Streams) -> dict[str, Call]:
         pairs = [(steps, s[o]) for steps, o in zip(ahead, "op", strict=False)]
         if not adam:
             return {
-                "operator": lambda: functions.sgd_step_(
+                "operator": lambda: operators.sgd_step_(
                     w, g, v, lr=LR, momentum=MOMENTUM, predict=pairs
                 ),
                 "Plan": lambda: plan.sgd_step_(lr=LR, momentum=MOMENTUM, predict=ahead),
@@ -111,10 +111,10 @@ def ours(operation: Operation, s: Streams) -> dict[str, Call]:
         options: dict[str, Any] = {"lr": ADAM_LR, "step": STEP, "betas": BETAS, "eps": EPS}
         options |= {"weight_decay": DECAY, "decoupled_weight_decay": True, "predict": pairs}
         return {
-            "operator": lambda: functions.adam_step_(w, g, v, u, **options),
+            "operator": lambda: operators.adam_step_(w, g, v, u, **options),
             "Plan": lambda: plan.adam_step_([adam_numbers()], predict=ahead),
         }
-    function, method = getattr(functions, operation.name), getattr(plan, operation.name)
+    function, method = getattr(operators, operation.name), getattr(plan, operation.name)
     lists = [s[letter] for letter in "wkv" if letter in letters]
     if not ahead:
         return {"operator": lambda: function(*lists), "Plan": method}

@@ -32,15 +32,16 @@ class PyPlan {
   }
 
   // Writes to the weights if `out` is None.
-  void predict(py::handle given, py::handle eps, std::optional<size_t> out, py::handle stream,
-               py::handle rates) {
-    const Plan::Family by = family(eps);
+  void predict(const std::string& operation, py::handle given, py::handle eps, py::handle rates,
+               std::optional<size_t> out, py::handle stream) {
+    const Plan::Predictor by{operation_of(operation), numbers(eps)};
     const Plan::Terms t = checked(terms(given));
     run(kState | (out ? bit(Role::out) : 0), stream, rates,
         [&](Plan& plan, void* s) { plan.predict(by, t, out ? plan.outs[*out] : plan.params, s); });
   }
-  void stash_predict_(py::handle given, py::handle eps, py::handle stream, py::handle rates) {
-    const Plan::Family by = family(eps);
+  void stash_predict_(const std::string& operation, py::handle given, py::handle eps,
+                      py::handle rates, py::handle stream) {
+    const Plan::Predictor by{operation_of(operation), numbers(eps)};
     need(Role::stashed, "stashed", "needed to stash");
     const Plan::Terms t = checked(terms(given));
     run(kState | bit(Role::stashed), stream, rates,
@@ -74,23 +75,24 @@ class PyPlan {
     });
   }
 
-  void sgd_step_(py::handle settings, bool with_momentum, py::handle first_step,
-                 py::handle predictions, const py::dict& options, py::handle stream,
-                 py::handle rates) {
-    if (with_momentum) need(Role::momentum, "momentum_buffers", "needed where momentum != 0");
-    const bool first = first_step.ptr() == Py_True;
-    std::vector<uint8_t> flags;  // none if all are equal
-    if (!PyBool_Check(first_step.ptr())) flags = first_step.cast<std::vector<uint8_t>>();
-    step(settings, predictions, options, stream, rates, [&](Plan& plan, Plan::Step step, void* s) {
-      for (Setting& each : step.settings) each.first_step = first;
-      plan.sgd_step_(std::move(step), flags, with_momentum, s);
-    });
-  }
-  void adam_step_(py::handle settings, py::handle predictions, const py::dict& options,
-                  py::handle stream) {
-    need_state(true);
-    step(settings, predictions, options, stream, py::none(),
-         [](Plan& plan, Plan::Step step, void* s) { plan.adam_step_(std::move(step), s); });
+  void step(const std::string& name, py::handle given, py::handle given_predictions,
+            py::handle rates, py::handle first_step, const py::dict& options, py::handle stream) {
+    const Operation operation = operation_of(name);
+    if (!arrays_.has_gradients()) {
+      throw py::value_error("grads: none are known; give grads= or call refresh() after backward");
+    }
+    Plan::Step step{settings(given), predictions(given_predictions)};
+    if (PyBool_Check(first_step.ptr())) {
+      for (Setting& each : step.settings) each.first_step = first_step.ptr() == Py_True;
+    } else {
+      step.first_step = first_step.cast<std::vector<uint8_t>>();
+    }
+    for (Plan::Prediction& each : step.predictions) each.terms = checked(std::move(each.terms));
+    Loans loans{arrays_.first(), {}};
+    step.options = arrays_.options(options, loans);
+    const Roles outs = step.predictions.empty() ? 0 : bit(Role::out);
+    run(kState | bit(Role::grads) | outs, stream, rates,
+        [&](Plan& plan, void* s) { plan.step(operation, std::move(step), s); });
   }
 
   // For a plan that is used more than once.
@@ -117,12 +119,23 @@ class PyPlan {
     return result;
   }
 
-  // The rule of a prediction; throws if its state is missing.
-  Plan::Family family(py::handle eps) const {
-    Plan::Family result{false, numbers(eps)};
-    result.adam = !result.eps.empty();
-    need_state(result.adam);
-    return result;
+  // The operation of this name; throws if the plan does not have its state.
+  Operation operation_of(const std::string& name) const {
+    Operation operation{};
+    while (operation != Operation::none && name != row_of(operation).name) {
+      operation = static_cast<Operation>(static_cast<int>(operation) + 1);
+    }
+    if (operation == Operation::none) throw py::value_error("no such operation");
+    const char* columns = row_of(operation).columns;
+    if (stream_of('u', columns) >= 0) {
+      need(Role::momentum, "exp_avgs", "Adam needs the first moments");
+      need(Role::second, "exp_avg_sqs", "Adam needs the second moments");
+    } else if (stream_of('m', columns) >= 0) {
+      need(Role::momentum, "momentum_buffers",
+           stream_of('g', columns) >= 0 ? "needed where momentum != 0"
+                                        : "a prediction needs the momentum buffers");
+    }
+    return operation;
   }
 
   static Plan::Terms checked(Plan::Terms t) {
@@ -137,21 +150,6 @@ class PyPlan {
   }
 
   template <class F>
-  void step(py::handle given, py::handle given_predictions, const py::dict& options,
-            py::handle stream, py::handle rates, F&& f) {
-    if (!arrays_.has_gradients()) {
-      throw py::value_error("grads: none are known; give grads= or call refresh() after backward");
-    }
-    Plan::Step step{settings(given), predictions(given_predictions)};
-    for (Plan::Prediction& each : step.predictions) each.terms = checked(std::move(each.terms));
-    Loans loans{arrays_.first(), {}};
-    step.options = arrays_.options(options, loans);
-    const Roles outs = step.predictions.empty() ? 0 : bit(Role::out);
-    run(kState | bit(Role::grads) | outs, stream, rates,
-        [&](Plan& plan, void* s) { f(plan, std::move(step), s); });
-  }
-
-  template <class F>
   void move_stashed(const char* why, py::handle stream, F&& f) {
     need(Role::stashed, "stashed", why);
     run(bit(Role::params) | bit(Role::stashed), stream, py::none(), f);
@@ -159,13 +157,6 @@ class PyPlan {
 
   void need(Role role, const char* name, const char* why) const {
     if (!arrays_.has(role)) throw py::value_error(std::string(name) + ": " + why);
-  }
-  void need_state(bool adam) const {
-    if (!adam) {
-      return need(Role::momentum, "momentum_buffers", "a prediction needs the momentum buffers");
-    }
-    need(Role::momentum, "exp_avgs", "Adam needs the first moments");
-    need(Role::second, "exp_avg_sqs", "Adam needs the second moments");
   }
   template <class F>
   void run(Roles used, py::handle stream, py::handle rates, F&& f) {
@@ -243,14 +234,13 @@ PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
   m.doc() = "Native half of spectrain_ext: validates arrays, resolves streams, launches kernels.";
   spectrain::export_constants(m);
   const auto stream = py::arg("stream");
-  const auto rates = py::arg("rates") = py::none();
   py::class_<PyPlan>(m, "Plan")
       .def(py::init<const std::vector<spectrain::PyList>&, std::vector<uint16_t>, bool>(),
            py::arg("lists"), py::arg("groups"), py::arg("single"))
-      .def("predict", method(&PyPlan::predict), py::arg("terms"), py::arg("eps"), py::arg("out"),
-           stream, rates)
-      .def("stash_predict_", method(&PyPlan::stash_predict_), py::arg("terms"), py::arg("eps"),
-           stream, rates)
+      .def("predict", method(&PyPlan::predict), py::arg("operation"), py::arg("terms"),
+           py::arg("eps"), py::arg("rates"), py::arg("out"), stream)
+      .def("stash_predict_", method(&PyPlan::stash_predict_), py::arg("operation"),
+           py::arg("terms"), py::arg("eps"), py::arg("rates"), stream)
       .def("extrapolate", method(&PyPlan::extrapolate), py::arg("steps"), py::arg("out"), stream)
       .def("stash", method(&PyPlan::stash), stream)
       .def("restore_", method(&PyPlan::restore_), stream)
@@ -258,10 +248,9 @@ PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
       .def("write_out", method(&PyPlan::write_out), py::arg("out"), stream)
       .def("distance_scratch", method(&PyPlan::distance_scratch))
       .def("distances", method(&PyPlan::distances), py::arg("result"), py::arg("scratch"), stream)
-      .def("sgd_step_", method(&PyPlan::sgd_step_), py::arg("settings"), py::arg("with_momentum"),
-           py::arg("first_step"), py::arg("predictions"), py::arg("options"), stream, rates)
-      .def("adam_step_", method(&PyPlan::adam_step_), py::arg("settings"), py::arg("predictions"),
-           py::arg("options"), stream)
+      .def("step", method(&PyPlan::step), py::arg("operation"), py::arg("settings"),
+           py::arg("predictions"), py::arg("rates"), py::arg("first_step"), py::arg("options"),
+           stream)
       .def("keep", method(&PyPlan::keep), py::arg("watch"))
       .def("pin_gradients", method(&PyPlan::pin_gradients))
       .def("set_gradients", method(&PyPlan::set_gradients), py::arg("grads"))

@@ -1,128 +1,73 @@
-// Lists which rules are compiled for which element types. `Launcher<Rule>::kernel()` is a
-// launcher's entry point.
+// The element types that operations are compiled for, and the search for a compiled one.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels.h"
-#include "rules/adam.h"
-#include "rules/copy.h"
-#include "rules/extrapolate.h"
-#include "rules/sgd.h"
 
 namespace spectrain {
 
 template <class T>
-constexpr DType dtype_of = DType::float32;
-template <>
-constexpr DType dtype_of<double> = DType::float64;
-template <>
-constexpr DType dtype_of<Half> = DType::float16;
-template <>
-constexpr DType dtype_of<BFloat16> = DType::bfloat16;
+constexpr DType dtype_of = std::is_same_v<T, double>     ? DType::float64
+                           : std::is_same_v<T, Half>     ? DType::float16
+                           : std::is_same_v<T, BFloat16> ? DType::bfloat16
+                                                         : DType::float32;
 
-template <class W_, class G_, class S_, class O_>
-struct Types {
-  using W = W_;
-  using G = G_;
-  using S = S_;
-  using O = O_;
-  static bool match(KernelKey k) {
-    return k.w == dtype_of<W> && k.g == dtype_of<G> && k.s == dtype_of<S> && k.o == dtype_of<O>;
-  }
-};
+// Integers are bits, for copies.
+template <class W, class G, class S, class O>
+static inline bool match(Types<W, G, S, O>, KernelKey k) {
+  if (std::is_integral_v<W>) return size_of(k.w) == sizeof(W);
+  return k.w == dtype_of<W> && k.g == dtype_of<G> && k.s == dtype_of<S> && k.o == dtype_of<O>;
+}
+
 template <class... T>
 struct TypesList {};
+template <class... A, class... B>
+auto concatenate(TypesList<A...>, TypesList<B...>) -> TypesList<A..., B...>;
 
+using Widths = TypesList<Same<uint16_t>, Same<uint32_t>, Same<uint64_t>>;
+using WeightTypes = TypesList<Same<float>, Same<double>, Same<Half>, Same<BFloat16>>;
 // State has the parameters' type, or float32 for 16-bit parameters. For float32 (master)
-// parameters, gradients and outputs may have 16 bits.
-using Uniform = TypesList<Types<float, float, float, float>, Types<double, double, double, double>,
-                          Types<Half, Half, Half, Half>, Types<Half, Half, float, Half>,
-                          Types<BFloat16, BFloat16, BFloat16, BFloat16>,
-                          Types<BFloat16, BFloat16, float, BFloat16>>;
-using Mixed = TypesList<Types<float, BFloat16, float, BFloat16>, Types<float, Half, float, Half>,
-                        Types<float, float, float, BFloat16>, Types<float, float, float, Half>,
-                        Types<float, BFloat16, float, float>, Types<float, Half, float, float>>;
+// parameters, gradients and outputs may have 16 bits. One entry per distinct combination of what an
+// operation uses, so that nothing is compiled twice.
+using WiderState =
+    TypesList<Types<Half, Half, float, Half>, Types<BFloat16, BFloat16, float, BFloat16>>;
+using Narrowing = TypesList<Types<float, float, float, BFloat16>, Types<float, float, float, Half>>;
+using NarrowGradients =
+    TypesList<Types<float, BFloat16, float, float>, Types<float, Half, float, float>>;
+using NarrowBoth =
+    TypesList<Types<float, BFloat16, float, BFloat16>, Types<float, Half, float, Half>>;
+using Uniform = decltype(concatenate(WeightTypes{}, WiderState{}));
+using PlainTypes = decltype(concatenate(WeightTypes{}, NarrowGradients{}));
+using PredictTypes = decltype(concatenate(Uniform{}, Narrowing{}));
+using AllTypes =
+    decltype(concatenate(PredictTypes{}, concatenate(NarrowGradients{}, NarrowBoth{})));
 
-// The entry of the rule for a key's types; empty if it is not compiled for them.
-template <class Entry, template <class> class Launcher, template <class> class RuleFor, class... T>
-static inline Entry find_in(TypesList<T...>, KernelKey k) {
+// A unit defines SPECTRAIN_UNIT to compile one list of operations.h instead of all operations.
+#if !defined(SPECTRAIN_UNIT)
+#define SPECTRAIN_UNIT SPECTRAIN_OPERATIONS
+#endif
+
+template <class Entry, template <class> class Launcher, Operation operation, class... T>
+static inline Entry find_in(TypesList<T...>, KernelKey key) {
   Entry found{};
-  (void)((T::match(k) ? (found = Launcher<RuleFor<T>>::kernel(), true) : false) || ...);
+  (void)((match(T{}, key) ? (found = Launcher<rule_of<operation, T>>::kernel(), true) : false) ||
+         ...);
   return found;
 }
 
-template <class T>
-using CastFor = Cast<typename T::W, typename T::O>;
-template <class T>
-using ExtrapolateFor = Extrapolate<typename T::W>;
-template <class T>
-using SgdPlainFor = SgdPlain<typename T::W, typename T::G>;
-template <class T>
-using SgdMomentumFor = SgdMomentum<typename T::W, typename T::G, typename T::S, typename T::O>;
-template <class T>
-using SgdPredictFor = SgdPredict<typename T::W, typename T::S, typename T::O>;
-template <class T>
-using SgdStashPredictFor = SgdStashPredict<typename T::W, typename T::S>;
-template <class T>
-using AdamStepFor = AdamStep<typename T::W, typename T::G, typename T::S, typename T::O>;
-template <class T>
-using AdamPredictFor = AdamPredict<typename T::W, typename T::S, typename T::O>;
-
-template <class... A, class... B>
-auto concatenate(TypesList<A...>, TypesList<B...>) -> TypesList<A..., B...>;
-using AllTypes = decltype(concatenate(Uniform{}, Mixed{}));
-// One entry per distinct pair, so that nothing is compiled twice.
-using Narrowing = TypesList<Types<float, float, float, BFloat16>, Types<float, float, float, Half>>;
-using PredictTypes = decltype(concatenate(Uniform{}, Narrowing{}));
-using WeightTypes =
-    TypesList<Types<float, float, float, float>, Types<double, double, double, double>,
-              Types<Half, Half, Half, Half>, Types<BFloat16, BFloat16, BFloat16, BFloat16>>;
-using NarrowGradients =
-    TypesList<Types<float, BFloat16, float, float>, Types<float, Half, float, float>>;
-using PlainTypes = decltype(concatenate(WeightTypes{}, NarrowGradients{}));
-
-template <class Entry, template <class> class Launcher, template <class> class Rule>
-static inline Entry by_width(DType t) {
-  return size_of(t) == 2   ? Launcher<Rule<uint16_t>>::kernel()
-         : size_of(t) == 4 ? Launcher<Rule<uint32_t>>::kernel()
-                           : Launcher<Rule<uint64_t>>::kernel();
-}
-
+// Returns `Launcher<Rule>::kernel()`; nothing if the unit does not compile the key.
 template <class Entry, template <class> class Launcher>
-static inline Entry find_copy_family(KernelKey k) {
-  if (k.operation == Operation::copy) return by_width<Entry, Launcher, Copy>(k.w);
-  if (k.operation == Operation::swap) return by_width<Entry, Launcher, Swap>(k.w);
-  if (k.operation == Operation::cast) return find_in<Entry, Launcher, CastFor>(Narrowing{}, k);
-  if (k.operation == Operation::extrapolate) {
-    return find_in<Entry, Launcher, ExtrapolateFor>(WeightTypes{}, k);
-  }
-  return {};
-}
-
-template <class Entry, template <class> class Launcher>
-static inline Entry find_sgd_family(KernelKey k) {
-  switch (k.operation) {
-    case Operation::sgd_plain:
-      return find_in<Entry, Launcher, SgdPlainFor>(PlainTypes{}, k);
-    case Operation::sgd_momentum:
-      return find_in<Entry, Launcher, SgdMomentumFor>(AllTypes{}, k);
-    case Operation::sgd_predict:
-      return find_in<Entry, Launcher, SgdPredictFor>(PredictTypes{}, k);
-    case Operation::sgd_stash_predict:
-      return find_in<Entry, Launcher, SgdStashPredictFor>(Uniform{}, k);
+static inline Entry find(KernelKey key) {
+#define SPECTRAIN_ROW(name, companion, types, ...) \
+  case Operation::name:                            \
+    return find_in<Entry, Launcher, Operation::name>(types{}, key);
+  switch (key.operation) {
+    SPECTRAIN_UNIT(SPECTRAIN_ROW)
     default:
       return {};
   }
-}
-
-template <class Entry, template <class> class Launcher>
-static inline Entry find_adam_family(KernelKey k) {
-  if (k.operation == Operation::adam_step) {
-    return find_in<Entry, Launcher, AdamStepFor>(AllTypes{}, k);
-  }
-  if (k.operation == Operation::adam_predict) {
-    return find_in<Entry, Launcher, AdamPredictFor>(PredictTypes{}, k);
-  }
-  return {};
+#undef SPECTRAIN_ROW
 }
 
 }  // namespace spectrain

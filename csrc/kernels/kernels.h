@@ -5,6 +5,7 @@
 
 #include "core/setting.h"
 #include "core/table.h"
+#include "operations.h"
 
 namespace spectrain {
 
@@ -12,32 +13,16 @@ enum class DType : uint8_t { float16, bfloat16, float32, float64 };
 
 inline int size_of(DType t) { return t == DType::float64 ? 8 : t == DType::float32 ? 4 : 2; }
 
-enum class Operation : uint8_t {
-  copy,
-  cast,
-  swap,
-  sgd_plain,
-  sgd_momentum,
-  sgd_predict,
-  sgd_stash_predict,
-  adam_step,
-  adam_predict,
-  extrapolate,
-};
-constexpr int kOperations = 10;
-
-// The roles of an operation's streams: w parameters (and tensors like them), g gradients, s state
-// (momentum, second moment), o output. Further streams are further outputs.
-inline const char* roles(Operation operation) {
-  constexpr const char* names[kOperations] = {"ww",  "wo",  "ww",   "wg",   "wgs",
-                                              "wso", "wsw", "wgss", "wsso", "wwo"};
-  return names[static_cast<int>(operation)];
-}
-
-// The element type of every role; unused roles repeat the parameters' type.
+// The element types of parameters (and weights like them), gradients, state and outputs; what an
+// operation does not use repeats the parameters' type.
 struct KernelKey {
   Operation operation;
   DType w, g, s, o;
+
+  // By the letter of a column, see rules/stream.h.
+  DType& of(char column) {
+    return column == 'g' ? g : column == 'm' || column == 'u' ? s : column == 'o' ? o : w;
+  }
   bool operator==(const KernelKey& other) const {
     return operation == other.operation && w == other.w && g == other.g && s == other.s &&
            o == other.o;

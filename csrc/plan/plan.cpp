@@ -65,11 +65,6 @@ void append(std::vector<Setting>& settings, const Plan::Terms& terms) {
   }
 }
 
-bool takes_rate(Operation operation) {
-  return operation == Operation::sgd_plain || operation == Operation::sgd_momentum ||
-         operation == Operation::sgd_predict || operation == Operation::sgd_stash_predict;
-}
-
 }  // namespace
 
 Plan::Plan(Device device, std::vector<int64_t> sizes, std::vector<uint16_t> groups)
@@ -107,12 +102,9 @@ Plan::Resolved& Plan::resolve(const Request& request) {
 Plan::Table& Plan::table_for(Tables& tables, const Request& request, size_t item) const {
   const DType w = params.dtype[item];
   KernelKey key{request.operation, w, w, w, w};
-  const char* role = roles(request.operation);
-  const size_t n_fixed = std::char_traits<char>::length(role);
+  const std::string columns = row_of(request.operation).columns;
   for (size_t s = 0; s < request.streams.size(); ++s) {
-    const DType t = request.streams[s]->dtype[item];
-    const char r = s < n_fixed ? role[s] : 'o';
-    (r == 'w' ? key.w : r == 'g' ? key.g : r == 's' ? key.s : key.o) = t;
+    key.of(s < columns.size() ? columns[s] : 'o') = request.streams[s]->dtype[item];
   }
   // An output of the weights' type needs no conversion; others in the list may.
   if (key.operation == Operation::cast && key.o == key.w) key.operation = Operation::copy;
@@ -233,7 +225,7 @@ void Plan::run(std::vector<Call> calls, void* stream) {
   for (const Call& call : calls) resolve(call.request);
   const bool capturing = device_.cuda && cuda_is_capturing(device_.index, stream);
   for (Call& call : calls) {
-    if (rates.empty() || !takes_rate(call.request.operation)) continue;
+    if (rates.empty() || !row_of(call.request.operation).reads_rate) continue;
     for (size_t g = 0; g < n_groups_; ++g) {
       call.settings[g].rate = rates[g];
       if (!device_.cuda) call.settings[g].read_rate();
@@ -247,7 +239,15 @@ Plan::Call Plan::copy_call(const Column& from, const Column& to, Which which) co
   return {{operation, {&from, &to}, which}, std::vector<Setting>(n_groups_)};
 }
 
-std::vector<Plan::Call> Plan::predict_calls(const Family& family, const Terms& terms,
+std::vector<const Column*> Plan::streams(Operation operation, const Column* out) const {
+  const Column* const all[] = {&params, &grads, &momentum, &second, &stashed, out};
+  const std::string columns = row_of(operation).columns;
+  std::vector<const Column*> result(columns.size());
+  for (size_t s = 0; s < columns.size(); ++s) result[s] = all[stream_of(columns[s], "pgmuko")];
+  return result;
+}
+
+std::vector<Plan::Call> Plan::predict_calls(const Predictor& by, const Terms& terms,
                                             const Column& out, Which which) const {
   if (is_identity(terms)) {
     if (&out == &params) return {};
@@ -255,11 +255,8 @@ std::vector<Plan::Call> Plan::predict_calls(const Family& family, const Terms& t
   }
   std::vector<Setting> settings(n_groups_);
   append(settings, terms);
-  if (!family.adam) {
-    return {{{Operation::sgd_predict, {&params, &momentum, &out}, which}, settings}};
-  }
-  for (size_t g = 0; g < n_groups_; ++g) settings[g].eps = family.eps.at(g);
-  return {{{Operation::adam_predict, {&params, &momentum, &second, &out}, which}, settings}};
+  for (size_t g = 0; g < by.eps.size(); ++g) settings.at(g).eps = by.eps[g];
+  return {{{by.operation, streams(by.operation, &out), which}, settings}};
 }
 
 void Plan::copy(const Column& from, const Column& to, void* stream) {
@@ -267,24 +264,21 @@ void Plan::copy(const Column& from, const Column& to, void* stream) {
 }
 
 void Plan::swap_(void* stream) {
-  const Request request{Operation::swap, {&params, &stashed}};
-  run({{request, std::vector<Setting>(n_groups_)}}, stream);
+  run({{{Operation::swap, {&params, &stashed}}, std::vector<Setting>(n_groups_)}}, stream);
 }
 
-void Plan::predict(const Family& family, const Terms& terms, const Column& out, void* stream) {
-  run(predict_calls(family, terms, out, Which::all), stream);
+void Plan::predict(const Predictor& by, const Terms& terms, const Column& out, void* stream) {
+  run(predict_calls(by, terms, out, Which::all), stream);
 }
 
-void Plan::stash_predict_(const Family& family, const Terms& terms, void* stream) {
-  if (family.adam || is_identity(terms)) {
-    std::vector<Call> calls = predict_calls(family, terms, params, Which::all);
-    calls.insert(calls.begin(), copy_call(params, stashed, Which::all));
-    return run(calls, stream);
+void Plan::stash_predict_(const Predictor& by, const Terms& terms, void* stream) {
+  const Operation in_one_pass = row_of(by.operation).companion;
+  if (in_one_pass != Operation::none && !is_identity(terms)) {
+    return run(predict_calls({in_one_pass, by.eps}, terms, params, Which::all), stream);
   }
-  std::vector<Setting> settings(n_groups_);
-  append(settings, terms);
-  const Request request{Operation::sgd_stash_predict, {&params, &momentum, &stashed}};
-  run({{request, settings}}, stream);
+  std::vector<Call> calls = predict_calls(by, terms, params, Which::all);
+  calls.insert(calls.begin(), copy_call(params, stashed, Which::all));
+  run(calls, stream);
 }
 
 void Plan::extrapolate(double steps, const Column& out, void* stream) {
@@ -294,16 +288,21 @@ void Plan::extrapolate(double steps, const Column& out, void* stream) {
   run({{{Operation::extrapolate, {&params, &stashed, &out}}, settings}}, stream);
 }
 
-void Plan::step(Request request, Step given, const Family& family, void* stream) {
-  auto& [settings, predictions, options] = given;
+void Plan::step(Operation operation, Step given, void* stream) {
+  auto& [settings, predictions, options, first_step] = given;
   const bool everywhere = all_gradients();
-  request.which = everywhere ? Which::all : Which::with_gradient;
+  Request request{operation, streams(operation), everywhere ? Which::all : Which::with_gradient,
+                  first_step, options.rounding.stochastic};
+  Predictor later_by{row_of(operation).companion};
+  if (later_by.operation == Operation::none && !predictions.empty()) {
+    throw std::invalid_argument("predict: this step makes no predictions");
+  }
+  for (const Setting& s : settings) later_by.eps.push_back(s.eps);
   // The step writes outputs of one element type, as many as a kernel supports. Each other output
   // takes a separate pass over the stored values, with the same bits. Predictions that need the
   // gradient come first, because it is gone by then.
   std::stable_partition(predictions.begin(), predictions.end(),
                         [](const Prediction& p) { return needs_gradient(p.terms); });
-  request.positions = options.rounding.stochastic;
   const size_t n_state = request.streams.size();
   std::vector<Call> later;
   for (const Prediction& p : predictions) {
@@ -312,7 +311,7 @@ void Plan::step(Request request, Step given, const Family& family, void* stream)
         request.streams.size() == n_state || out.dtype == request.streams.back()->dtype;
     int terms = 0;
     for (const Setting& s : settings) terms = std::max(terms, s.n_terms());
-    const bool fits = same_type && settings[0].n_outs < kMaxOuts &&
+    const bool fits = row_of(operation).has_outs && same_type && settings[0].n_outs < kMaxOuts &&
                       terms + std::max<size_t>(longest(p.terms), 1) <= kMaxTerms;
     if (!fits && needs_gradient(p.terms)) {
       throw std::invalid_argument(
@@ -323,7 +322,7 @@ void Plan::step(Request request, Step given, const Family& family, void* stream)
       request.streams.push_back(&out);
       append(settings, p.terms);
     } else {
-      for (Call& call : predict_calls(family, p.terms, out, request.which)) {
+      for (Call& call : predict_calls(later_by, p.terms, out, request.which)) {
         later.push_back(std::move(call));
       }
     }
@@ -386,24 +385,6 @@ void Plan::distances(double* result, void* scratch, void* stream) {
     return;
   }
   for (uint32_t j = 0; j < n_lists; ++j) total_distance(result + j * stride, n);
-}
-
-void Plan::sgd_step_(Step given, const std::vector<uint8_t>& first_step, bool with_momentum,
-                     void* stream) {
-  Request request{Operation::sgd_plain, {&params, &grads}};
-  if (with_momentum) {
-    request = {Operation::sgd_momentum, {&params, &grads, &momentum}, Which::all, first_step};
-  } else {
-    given.predictions.clear();
-  }
-  step(std::move(request), std::move(given), {}, stream);
-}
-
-void Plan::adam_step_(Step given, void* stream) {
-  Family family{true};
-  for (const Setting& s : given.settings) family.eps.push_back(s.eps);
-  step({Operation::adam_step, {&params, &grads, &momentum, &second}}, std::move(given), family,
-       stream);
 }
 
 }  // namespace spectrain

@@ -80,13 +80,13 @@ class Plan {
     Terms terms;
   };
 
-  // Momentum SGD, or Adam with `eps` per group.
-  struct Family {
-    bool adam = false;
+  // The operation of a prediction, and its settings' eps for every group; none: 0.
+  struct Predictor {
+    Operation operation;
     std::vector<double> eps = {};
   };
-  void predict(const Family&, const Terms&, const Column& out, void* stream);
-  void stash_predict_(const Family&, const Terms&, void* stream);
+  void predict(const Predictor&, const Terms&, const Column& out, void* stream);
+  void stash_predict_(const Predictor&, const Terms&, void* stream);
   void extrapolate(double steps, const Column& out, void* stream);
   void copy(const Column& from, const Column& to, void* stream);
   void swap_(void* stream);
@@ -97,10 +97,9 @@ class Plan {
     std::vector<Setting> settings;  // of every group
     std::vector<Prediction> predictions = {};
     StepOptions options = {};
+    std::vector<uint8_t> first_step = {};  // none, or one per tensor instead of the settings' flag
   };
-  // `first_step`: empty, or one flag per tensor, which replaces the settings' flag.
-  void sgd_step_(Step, const std::vector<uint8_t>& first_step, bool with_momentum, void* stream);
-  void adam_step_(Step, void* stream);
+  void step(Operation, Step, void* stream);
 
   // Squared distances of the weights from every list of `outs`, in double: result[j*(n + 1) + i] is
   // |outs[j][i] - params[i]|^2, followed by their sum. Entries of empty tensors are not written.
@@ -167,10 +166,10 @@ class Plan {
   Table& table_for(Tables& tables, const Request& request, size_t item) const;
   Call copy_call(const Column& from, const Column& to, Which which) const;
   // Returns nothing if the prediction equals the weights and is written in place.
-  std::vector<Call> predict_calls(const Family&, const Terms&, const Column& out,
+  std::vector<Call> predict_calls(const Predictor&, const Terms&, const Column& out,
                                   Which which) const;
-  // Runs a step by one of the plain operations.
-  void step(Request request, Step, const Family&, void* stream);
+  // The lists that an operation's rule names; `out`: its output, if it has one.
+  std::vector<const Column*> streams(Operation operation, const Column* out = nullptr) const;
   // Resolves all calls before the first runs, so that an error changes nothing.
   void run(std::vector<Call> calls, void* stream);
   void run_one(const Call& call, bool capturing, void* stream);

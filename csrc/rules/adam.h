@@ -37,9 +37,10 @@ struct AdamMove {
 };
 
 template <class W, class G, class M, class Out>
-struct AdamStep {
+struct AdamStep : Defaults {
   using Acc = acc_t<W>;
   enum { kParam, kGrad, kMomentum, kSecond };
+  static constexpr const char* columns = "pgmu";
   using Streams = StreamList<InOut<W>, In<G>, InOut<M>, InOut<M>>;
   struct Step {
     SgdDirection<Acc> direction;
@@ -57,7 +58,6 @@ struct AdamStep {
               Coefficients<Acc>::make(s.step)};
     Predictions<Acc, kMaxTerms>::make(s, a.predictions);
   }
-  static constexpr int kGradient = kGrad;
   SPECTRAIN_HD static Step step(const Args& a, unsigned /*flags*/, Acc factor) {
     Step step = a.step;
     step.direction = step.direction.scaled(factor);
@@ -89,9 +89,10 @@ struct AdamStep {
 
 // Predictions alone; the output may be W itself. They cannot use the direction, which is unknown.
 template <class W, class M, class Out>
-struct AdamPredict {
+struct AdamPredict : Defaults {
   using Acc = acc_t<W>;
   enum { kParam, kMomentum, kSecond };
+  static constexpr const char* columns = "pmuo";
   using Streams = StreamList<In<W>, In<M>, In<M>>;
   struct Args {
     Acc eps;
@@ -102,7 +103,6 @@ struct AdamPredict {
     Predictions<Acc, kMaxTerms>::make(s, a.predictions);
   }
   struct Step {};
-  static constexpr int kGradient = -1;
   SPECTRAIN_HD static Step step(const Args&, unsigned /*flags*/, Acc) { return {}; }
   SPECTRAIN_HD static void apply(const Step&, Acc (&)[3]) {}
 

@@ -10,6 +10,7 @@ template <class Bits>
 struct Copy : NoArgs {
   using Acc = Bits;
   enum { kSource, kTarget };
+  static constexpr const char* columns = "pk";
   using Streams = StreamList<In<Bits>, CopyOf<Bits, kSource>>;
   SPECTRAIN_HD static void apply(const Args&, Acc (&)[2]) {}
 };
@@ -18,6 +19,7 @@ template <class W, class Out_>
 struct Cast : NoArgs {
   using Acc = acc_t<W>;
   enum { kSource, kTarget };
+  static constexpr const char* columns = "po";
   using Streams = StreamList<In<W>, Out<Out_>>;
   SPECTRAIN_HD static void apply(const Args&, Acc (&x)[2]) { x[kTarget] = x[kSource]; }
 };
@@ -26,6 +28,7 @@ struct Cast : NoArgs {
 template <class Bits>
 struct Swap : NoArgs {
   using Acc = Bits;
+  static constexpr const char* columns = "pk";
   using Streams = StreamList<InOut<Bits>, InOut<Bits>>;
   SPECTRAIN_HD static void apply(const Args&, Acc (&x)[2]) {
     const Acc a = x[0];

@@ -7,9 +7,10 @@
 namespace spectrain {
 
 template <class W>
-struct Extrapolate : NoOuts {
+struct Extrapolate : Defaults {
   using Acc = acc_t<W>;
   enum { kParam, kPrevious, kOut };
+  static constexpr const char* columns = "pko";
   using Streams = StreamList<In<W>, In<W>, Out<W>>;
   struct Args {
     Acc steps;

@@ -23,7 +23,7 @@ SPECTRAIN_HD uint16_t round_stochastically(float x, uint64_t state) {
 // Whether a rule rounds weights: it makes a step, and they are bfloat16.
 template <class Rule>
 SPECTRAIN_HD constexpr bool rounds_weights() {
-  return Rule::kGradient >= 0 && std::is_same_v<typename stream_t<Rule, 0>::type, BFloat16>;
+  return kGradient<Rule> >= 0 && std::is_same_v<typename stream_t<Rule, 0>::type, BFloat16>;
 }
 
 }  // namespace spectrain

@@ -41,9 +41,11 @@ SPECTRAIN_HD Acc sgd_move(const Coefficients<Acc>& c, Acc w, Acc v, Acc d) {
 }
 
 template <class W, class G, class V, class Out>
-struct SgdMomentum {
+struct SgdStep : Defaults {
   using Acc = acc_t<W>;
   enum { kParam, kGrad, kMomentum };
+  static constexpr const char* columns = "pgm";
+  static constexpr bool reads_rate = true;
   using Streams = StreamList<InOut<W>, In<G>, InOut<V>>;
   struct Step {
     SgdDirection<Acc> direction;
@@ -60,7 +62,6 @@ struct SgdMomentum {
               Coefficients<Acc>::make(s.step), static_cast<Flag<Acc>>(s.first_step)};
     Predictions<Acc, kMaxOuts>::make(s, a.predictions);
   }
-  static constexpr int kGradient = kGrad;
   SPECTRAIN_HD static Step step(const Args& a, unsigned flags, Acc factor) {
     Step step = a.step;
     step.direction = step.direction.scaled(factor);
@@ -76,7 +77,6 @@ struct SgdMomentum {
   }
 
   static constexpr bool has_outs = true;
-  static constexpr bool divides = false;
   static constexpr unsigned kKept = 1u << kGrad;  // the direction
   using OutType = Out;
   using Move = Coefficients<Acc>;
@@ -89,9 +89,11 @@ struct SgdMomentum {
 };
 
 template <class W, class G>
-struct SgdPlain : NoOuts {
+struct SgdPlain : Defaults {
   using Acc = acc_t<W>;
   enum { kParam, kGrad };
+  static constexpr const char* columns = "pg";
+  static constexpr bool reads_rate = true;
   using Streams = StreamList<InOut<W>, In<G>>;
   struct Args {
     SgdDirection<Acc> direction;
@@ -102,7 +104,6 @@ struct SgdPlain : NoOuts {
     a = {SgdDirection<Acc>::make(s), static_cast<Acc>(s.step.keep),
          static_cast<Acc>(s.step.gradient)};
   }
-  static constexpr int kGradient = kGrad;
   SPECTRAIN_HD static Args step(const Args& a, unsigned /*flags*/, Acc factor) {
     return {a.direction.scaled(factor), a.keep, a.gradient};
   }
@@ -116,9 +117,11 @@ struct SgdPlain : NoOuts {
 // Weight prediction (SpecTrain, arXiv 1809.02839: W_hat = W - lr*s*v). The output may be W itself,
 // because every element is read before it is written.
 template <class W, class V, class Out_>
-struct SgdPredict : NoOuts {
+struct SgdPredict : Defaults {
   using Acc = acc_t<W>;
   enum { kParam, kMomentum, kOut };
+  static constexpr const char* columns = "pmo";
+  static constexpr bool reads_rate = true;
   using Streams = StreamList<In<W>, In<V>, Out<Out_>>;
   struct Args {
     Coefficients<Acc> term;
@@ -133,12 +136,12 @@ struct SgdPredict : NoOuts {
 
 // stash <- W and W <- prediction, in one pass: 16 bytes per float32 parameter instead of 20.
 template <class W, class V>
-struct SgdStashPredict : NoOuts {
+struct SgdStashPredict : SgdPredict<W, V, W> {
   using Acc = acc_t<W>;
   enum { kParam, kMomentum, kStash };
+  static constexpr const char* columns = "pmk";
   using Streams = StreamList<InOut<W>, In<V>, CopyOf<W, kParam>>;
   using Args = typename SgdPredict<W, V, W>::Args;
-  SPECTRAIN_HD static void make(const Setting& s, Args& a) { SgdPredict<W, V, W>::make(s, a); }
   SPECTRAIN_HD static void apply(const Args& a, Acc (&x)[3]) {
     x[kParam] = sgd_move(a.term, x[kParam], x[kMomentum], Acc(0));
   }

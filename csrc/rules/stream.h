@@ -52,12 +52,14 @@ SPECTRAIN_HD void unroll(F&& f) {
   }
 }
 
-// The interface of a rule:
+// The interface of a rule, which inherits the defaults below:
+// - Streams, the element types, and `columns`, a letter for the list of a plan that each stream is:
+//   parameters, gradients, momentum, u for the second moment, k for kept (stashed) weights, output;
 // - Args, which `make` computes from a Setting;
 // - Step, the part of Args that `apply` needs for a row, small enough for registers, returned by
 //   `step(args, flags, factor)` from the row's flags and the gradients' factor;
 // - `apply(step, x)`, the update of one element of every stream;
-// - kGradient, the stream of gradients, negative if there is none.
+// - reads_rate: its coefficients are linear in a learning rate, which may be in memory.
 //
 // A rule without extra outputs uses its Args as Step. With outputs (has_outs = true) it also has:
 // - `predictions` in its Args; OutType; and Move, the coefficients of one term;
@@ -66,20 +68,30 @@ SPECTRAIN_HD void unroll(F&& f) {
 //   for all terms of all outputs;
 // - kKept, a bit for every stream whose place in that input holds another value than the stored one
 //   (a direction left by `apply`, or a root).
-struct NoOuts {
+struct Defaults {
   static constexpr bool has_outs = false;
   static constexpr unsigned kKept = 0;
   static constexpr bool divides = false;
-  static constexpr int kGradient = -1;
+  static constexpr bool reads_rate = false;
   template <class Args, class Factor>
   SPECTRAIN_HD static const Args& step(const Args& a, unsigned /*flags*/, Factor) {
     return a;
   }
 };
-struct NoArgs : NoOuts {
+struct NoArgs : Defaults {
   struct Args {};
   SPECTRAIN_HD static void make(const Setting&, Args&) {}
 };
+
+// The stream of a column; negative: there is none.
+constexpr int stream_of(char column, const char* columns) {
+  for (int s = 0; columns[s] != 0; ++s) {
+    if (columns[s] == column) return s;
+  }
+  return -1;
+}
+template <class Rule>
+constexpr int kGradient = stream_of('g', Rule::columns);
 
 // The type of the gradients' factor: the arithmetic type, unless Acc is bits.
 template <class Acc>
@@ -87,7 +99,7 @@ using factor_t = std::conditional_t<sizeof(Acc) == sizeof(double), double, float
 
 template <class Rule>
 SPECTRAIN_HD factor_t<typename Rule::Acc> gradient_factor(const Gate& gate) {
-  if constexpr (Rule::kGradient >= 0) {
+  if constexpr (kGradient<Rule> >= 0) {
     return static_cast<factor_t<typename Rule::Acc>>(gate.factor());
   } else {
     return 1;

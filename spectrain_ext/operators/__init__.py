@@ -3,18 +3,17 @@
 from . import corrections, laws
 from .functions import (
     adam_predict,
-    adam_step_,
     distance,
     extrapolate,
     predict,
     predict_,
     restore_,
-    sgd_step_,
     stash,
     stash_predict_,
     swap_,
 )
 from .plan import Plan
+from .steps import adam_step_, sgd_step_
 
 __all__ = [
     "Plan",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from itertools import compress
@@ -16,7 +17,17 @@ from spectrain_ext import _C
 from spectrain_ext._C import Role as Role
 
 from .laws import Horizons, Law, Linear, after_first_step, as_laws, terms_of
-from .numbers import Adam, Rate, Setting, Sgd, Term, horizon, learning_rate, non_negative
+from .numbers import (
+    Adam,
+    Hyperparameters,
+    Rate,
+    Setting,
+    Sgd,
+    Term,
+    horizon,
+    learning_rate,
+    non_negative,
+)
 
 # Arrays.
 
@@ -30,6 +41,7 @@ class SupportsDLPack(Protocol):
 
 Array: TypeAlias = "Tensor | SupportsDLPack"
 Tensors: TypeAlias = "Array | Sequence[Array]"
+Written: TypeAlias = Tensors  # by the operator that takes them
 Gradients: TypeAlias = "Array | Sequence[Array | None] | None"
 
 _DLPACK_CUDA = 2  # kDLCUDA
@@ -68,6 +80,16 @@ def device_of(array: Any) -> torch.device:
         return array.device
     kind, index = array.__dlpack_device__()
     return torch.device("cuda", index) if kind == _DLPACK_CUDA else torch.device("cpu")
+
+
+#: By the name of an argument, of a plan or a step.
+ROLES = {
+    "momentum_buffers": Role.MOMENTUM,
+    "exp_avgs": Role.MOMENTUM,
+    "exp_avg_sqs": Role.SECOND,
+    "grads": Role.GRADS,
+    "stashed": Role.STASHED,
+}
 
 
 class Lists:
@@ -186,16 +208,17 @@ def bump_versions(*lists: Sequence[object]) -> None:
 
 # Numbers.
 
-Numbers: TypeAlias = Sequence[Sgd] | Sequence[Adam]  # of every parameter group
+Numbers: TypeAlias = Sequence[Hyperparameters]  # of every parameter group
 Terms: TypeAlias = list[list[Term]]  # of every parameter group
 Rates: TypeAlias = tuple[Tensor | None, ...] | None  # of every group that has one in memory
-# Terms; Adam's eps of every parameter group; learning rates in memory.
-Prediction: TypeAlias = tuple[Terms, tuple[float, ...], Rates]
-# Settings; whether there is momentum; outputs with the terms of their predictions; rates.
-Step: TypeAlias = tuple[list[Setting], bool, list[tuple[int, Terms]], Rates]
-SgdRow: TypeAlias = tuple[Any, Any, float, float, bool, bool, bool, bool]  # arguments of `Sgd`
+# The first arguments of a native plan's `predict`: operation, terms, Adam's eps of every parameter
+# group, learning rates in memory.
+Prediction: TypeAlias = tuple[str, Terms, tuple[float, ...], Rates]
+# Those of its `step`: operation, settings, outputs with the terms of their predictions, rates.
+Step: TypeAlias = tuple[str, list[Setting], list[tuple[int, Terms]], Rates]
 _PLAIN = frozenset((float, int, bool, type(None)))
 _HORIZONS = _PLAIN - {bool}
+_OF_CALLS = ("predict", "stream", "first_step")  # keywords that are no hyperparameters
 
 
 class SgdNumbers(TypedDict, total=False):
@@ -211,8 +234,21 @@ class SgdNumbers(TypedDict, total=False):
     smoothed: bool
 
 
-class AdamStep(StepOptions, total=False):
-    """Adam's hyperparameters as keywords (fields of ``numbers.Adam``), and a step's options."""
+class StepCall(StepOptions, total=False):
+    """Keywords of a plan's step under every rule."""
+
+    predict: Sequence[Horizons | None]
+    stream: Any
+
+
+class SgdStep(SgdNumbers, StepCall, total=False):
+    """Keywords of a plan's step of SGD."""
+
+    first_step: bool | Sequence[bool]
+
+
+class AdamStep(StepCall, total=False):
+    """Keywords of a plan's step of Adam: fields of ``numbers.Adam``."""
 
     lr: float
     betas: tuple[float, float]
@@ -244,7 +280,7 @@ def sgd_prediction(
     plain = momentum is None and not weight_decay and not nesterov
     if plain and type(rate) is float and isinstance(steps, (int, float)):  # made fast
         distance = rate * horizon("steps", steps)
-        return [[Term(1.0, distance)] if distance else []] * n_groups, (), None
+        return "sgd_predict", [[Term(1.0, distance)] if distance else []] * n_groups, (), None
     laws = as_laws(steps, n_groups)
     if momentum is None:
         for law in laws:
@@ -268,46 +304,93 @@ def prediction(groups: Numbers, laws: Sequence[Law]) -> Prediction:
     eps: tuple[float, ...] = ()
     if isinstance(groups[0], Adam):
         eps = tuple([numbers.eps for numbers in cast("Sequence[Adam]", groups)])
-    return terms, eps, _rates(groups)
+    return f"{groups[0].rule}_predict", terms, eps, _rates(groups)
 
 
 def _rates(groups: Numbers) -> Rates:
-    rates = tuple(each.lr.tensor if isinstance(each.lr, Rate) else None for each in groups)
+    rates = tuple(
+        each.lr.tensor if isinstance(each, Sgd) and isinstance(each.lr, Rate) else None
+        for each in groups
+    )
     return None if rates.count(None) == len(rates) else rates
 
 
-def sgd_step_arguments(
-    row: SgdRow,
-    n_groups: int,
-    predict: Sequence[Horizons | None],
-    first_step: bool | Sequence[bool] = False,
-) -> Step:
-    """Translate a step of SGD with the same hyperparameters for all groups."""
-    if _PLAIN.issuperset(map(type, row)) and (
-        len(predict) == 0 or _HORIZONS.issuperset(map(type, predict))
-    ):
-        return _remembered_step(row, tuple(predict), n_groups)
-    return step_arguments([Sgd(*row)] * n_groups, predict, first_step)
+class Row:
+    """An operator's arguments, as its function declares them."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.name = function.__name__.removeprefix("_")
+        self.parameters = inspect.signature(function).parameters
+        every = self.parameters.items()
+        self.positional = [name for name, p in every if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self.lists = [name for name in self.positional if name != "out"]
+        self.optional = {name for name, p in every if p.annotation == "Written | None"}  # lists
+        self.keywords = {name: p for name, p in every if p.kind is p.KEYWORD_ONLY}
+
+
+class StepRow(Row):
+    """The arguments of a step of an update rule."""
+
+    def __init__(self, rule: type[Hyperparameters], function: Callable[..., None]) -> None:
+        super().__init__(function)
+        self.rule = rule
+        numbers = {name: p for name, p in self.keywords.items() if name not in _OF_CALLS}
+        self.required = [name for name, p in numbers.items() if p.default is p.empty]
+        self.numbers = frozenset(numbers)  # the rule's hyperparameters
+        self.takes_first_step = "first_step" in self.keywords
+        self.counts = "step" in numbers  # no step has the numbers of the one before
+
+    def split(self, keywords: dict[str, Any]) -> tuple[dict[str, Any], StepOptions]:
+        """Return the hyperparameters among keyword arguments, and the rest, a step's options."""
+        if keywords.keys() <= self.numbers:  # the common case first
+            return keywords, {}
+        others = [name for name in keywords if name not in self.numbers]
+        options = {name: keywords.pop(name) for name in others}
+        return keywords, cast(StepOptions, options)
+
+    def arguments(
+        self,
+        numbers: dict[str, Any],
+        n_groups: int,
+        predict: Sequence[Horizons | None],
+        first_step: bool | Sequence[bool] = False,
+    ) -> Step:
+        """Translate a step with the same hyperparameters for all groups."""
+        if (
+            not self.counts
+            and _PLAIN.issuperset(map(type, numbers.values()))
+            and (len(predict) == 0 or _HORIZONS.issuperset(map(type, predict)))
+        ):
+            return _remembered_step(self, tuple(numbers.items()), tuple(predict), n_groups)
+        return step_arguments([self.hyperparameters(numbers)] * n_groups, predict, first_step)
+
+    def hyperparameters(self, numbers: dict[str, Any]) -> Hyperparameters:
+        for name in self.required:
+            if name not in numbers:
+                raise TypeError(f"{name}: {self.name} needs it, or groups, which have their own")
+        return self.rule(**numbers)
 
 
 @lru_cache(maxsize=256)
-def _remembered_step(row: SgdRow, predict: tuple[Any, ...], n_groups: int) -> Step:
+def _remembered_step(
+    row: StepRow, numbers: tuple[Any, ...], predict: tuple[Any, ...], n_groups: int
+) -> Step:
     """Cache plain numbers: most steps of a training loop have the same ones."""
-    return step_arguments([Sgd(*row)] * n_groups, predict)
+    return step_arguments([row.hyperparameters(dict(numbers))] * n_groups, predict)
 
 
 def step_arguments(
     groups: Numbers, predict: Sequence[Horizons | None], first_step: bool | Sequence[bool] = False
 ) -> Step:
     """Translate a step with predictions; ValueError for inconsistent hyperparameters."""
-    with_momentum = groups[0].has_momentum
-    for numbers in groups:
-        if numbers.has_momentum is not with_momentum:
+    operation = groups[0].operation
+    for numbers in groups[1:]:
+        if numbers.operation != operation:
             raise ValueError("momentum: expected it to be 0 in all groups, or in none")
     predictions: list[tuple[int, Terms]] = []
     for j, steps in enumerate(predict):
         if steps is not None:
-            if not with_momentum:
+            if not groups[0].has_momentum:
                 raise ValueError("predict: a prediction needs momentum > 0")
             laws = as_laws(steps, len(groups), f"predict[{j}]")
             if first_step is not False:
@@ -319,7 +402,7 @@ def step_arguments(
                         "averaging; step the others in a call of their own"
                     )
             predictions.append((j, list(map(terms_of, laws, groups))))
-    return [each.setting() for each in groups], with_momentum, predictions, _rates(groups)
+    return operation, [each.setting() for each in groups], predictions, _rates(groups)
 
 
 def first_steps(first_step: bool | Sequence[bool], n: int) -> bool | list[bool]:

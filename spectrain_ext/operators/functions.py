@@ -15,29 +15,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeVar, Unpack, cast, overload
+from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
 
 from .calls import (
-    Gradients,
     Lists,
     Role,
-    StepOptions,
     Tensors,
+    Written,
     current,
     device_of,
-    first_steps,
     framework_of,
     is_array,
     prediction,
     sgd_prediction,
-    sgd_step_arguments,
-    step_arguments,
 )
 from .laws import Horizon, as_laws
-from .library import traceable
+from .library import operator
 from .numbers import Adam, horizon
 
 T = TypeVar("T", Tensor, Sequence[Tensor], Any)  # Any: arrays of other frameworks
@@ -53,9 +49,9 @@ def _output(lists: Lists, role: Role, out: Tensors | None, stream: Any) -> Any:
     return out
 
 
-@traceable
+@operator
 def predict_(
-    params: Tensors,
+    params: Written,
     momentum_buffers: Tensors,
     *,
     lr: float,
@@ -87,12 +83,12 @@ def predict_(
     lists = Lists(params, "params", writes=True)
     lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
     plan = lists.plan()
-    terms, eps, rates = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
-    plan.predict(terms, eps, None, stream, rates)
+    by = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
+    plan.predict(*by, None, stream)
     lists.bump()
 
 
-@traceable
+@operator
 def predict(
     params: T,
     momentum_buffers: Tensors,
@@ -118,13 +114,13 @@ def predict(
     lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
     result = _output(lists, Role.OUT, out, stream)
     plan = lists.plan()
-    terms, eps, rates = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
-    plan.predict(terms, eps, 0, stream, rates)
+    by = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
+    plan.predict(*by, 0, stream)
     lists.bump()
     return cast(T, result)
 
 
-@traceable
+@operator
 def stash(params: T, out: T | None = None, *, stream: Any = None) -> T:
     """Return a bitwise copy of the weights, in `out` or in new tensors of the same layout.
 
@@ -143,8 +139,8 @@ def stash(params: T, out: T | None = None, *, stream: Any = None) -> T:
     return cast(T, result)
 
 
-@traceable
-def restore_(params: Tensors, stashed: Tensors, *, stream: Any = None) -> None:
+@operator
+def restore_(params: Written, stashed: Tensors, *, stream: Any = None) -> None:
     """Copy stashed weights back, bit for bit: W <- stashed. The inverse of `stash`.
 
     Example:
@@ -159,8 +155,8 @@ def restore_(params: Tensors, stashed: Tensors, *, stream: Any = None) -> None:
     lists.bump()
 
 
-@traceable
-def swap_(a: Tensors, b: Tensors, *, stream: Any = None) -> None:
+@operator
+def swap_(a: Written, b: Written, *, stream: Any = None) -> None:
     """Exchange the contents of `a` and `b`, bit for bit, without a third buffer.
 
     Example:
@@ -175,10 +171,10 @@ def swap_(a: Tensors, b: Tensors, *, stream: Any = None) -> None:
     lists.bump()
 
 
-@traceable
+@operator
 def stash_predict_(
-    params: Tensors,
-    stashed: Tensors,
+    params: Written,
+    stashed: Written,
     momentum_buffers: Tensors,
     *,
     lr: float,
@@ -200,168 +196,12 @@ def stash_predict_(
     lists.add(Role.STASHED, "stashed", stashed, writes=True)
     lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
     plan = lists.plan()
-    terms, eps, rates = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
-    plan.stash_predict_(terms, eps, stream, rates)
+    by = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
+    plan.stash_predict_(*by, stream)
     lists.bump()
 
 
-@traceable
-def sgd_step_(
-    params: Tensors,
-    grads: Gradients,
-    momentum_buffers: Tensors | None,
-    *,
-    lr: float,
-    momentum: float,
-    dampening: float = 0.0,
-    weight_decay: float = 0.0,
-    nesterov: bool = False,
-    maximize: bool = False,
-    decoupled_weight_decay: bool = False,
-    smoothed: bool = False,
-    first_step: bool | Sequence[bool] = False,
-    predict: Sequence[tuple[Horizon, Tensors]] = (),
-    stream: Any = None,
-    **options: Unpack[StepOptions],
-) -> None:
-    """Make one step of torch.optim.SGD and write predictions of the new weights, in one pass.
-
-    The arithmetic, with fused multiply-adds::
-
-        d = g (or -g with maximize) + weight_decay*W
-        v = momentum*v + (1 - dampening)*d        (first_step: v = d)
-        W = W - lr*v                              (nesterov: W - lr*d - lr*momentum*v)
-        out_j = W - lr*steps_j*v                  for every (steps_j, out_j) in predict
-
-    With `smoothed`, v = momentum*v + (1 - momentum)*d, as in the SpecTrain paper. With
-    `decoupled_weight_decay`, d = g and W shrinks by 1 - lr*weight_decay before the step.
-
-    Predictions use the stored values, so they have the same bits as a later `predict`.
-
-    Args:
-        params: W.
-        grads: g, of the parameters' dtype. A tensor whose entry is None is not updated, and its
-            outs receive W.
-        momentum_buffers: v; may be None if momentum == 0, and is not touched then.
-        lr: learning rate, >= 0; a CUDA tensor of one element is read when the kernel runs.
-        momentum: factor of the old buffer, >= 0.
-        dampening: dampening of the gradient in the buffer.
-        weight_decay: L2 penalty, >= 0.
-        nesterov: Nesterov momentum; needs momentum > 0 and dampening == 0.
-        maximize: maximize the objective instead of minimizing it.
-        first_step: a bool, or one per tensor: the buffer becomes the gradient, as in torch when
-            there is no buffer yet. The old content of the buffer is not used. With dampening or
-            `smoothed`, a second-order prediction needs the same for all tensors.
-        predict: pairs of a horizon in updates (>= 0) or a law, and outputs like the parameters.
-        grad_scale, found_inf, clip_factor: one float32 element each, on the parameters' device;
-            the host does not wait for them. g is multiplied by clip_factor / grad_scale. If
-            found_inf is not 0, nothing is written: neither weights, buffers (a first step stays
-            one) nor outs. The quotient is computed in double and rounded to the arithmetic type.
-            torch's fused optimizers divide every gradient instead: the same bits if the scale is
-            a power of two, equal up to rounding otherwise.
-        zero_grad: set the gradients to zero in the same pass, after the step and its predictions
-            have read them. Also if found_inf skips the step, because the next backward accumulates
-            into them. The gradients must not share memory.
-        rounding_seed: round bfloat16 weights stochastically, with a probability proportional to
-            the distance, so that small updates survive on average without float32 master weights.
-            Buffers and predictions are rounded to nearest; predictions use the rounded W. The bits
-            depend only on the seed (a 64-bit int) and the element's position in the concatenated
-            tensors of the call; they are the same on every device. Use a new seed for every step.
-        stream: CUDA stream; None: the current one.
-
-    Example:
-        >>> weights, gradients, momentum = torch.ones(2), torch.ones(2), torch.zeros(2)
-        >>> ahead = torch.empty(2)
-        >>> st.sgd_step_(weights, gradients, momentum, lr=0.25, momentum=0.5, predict=[(2, ahead)])
-        >>> weights, ahead
-        (tensor([0.7500, 0.7500]), tensor([0.2500, 0.2500]))
-    """
-    lists = _step_lists(params, grads, options)
-    if momentum_buffers is not None:
-        lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=True)
-    horizons = _add_outs(lists, predict)
-    plan = lists.plan()
-    more = nesterov, maximize, decoupled_weight_decay, smoothed
-    row = lr, momentum, dampening, weight_decay, *more
-    first = first_steps(first_step, len(lists.params))
-    settings, with_momentum, predictions, rates = sgd_step_arguments(row, 1, horizons, first)
-    plan.sgd_step_(settings, with_momentum, first, predictions, options, stream, rates)
-    lists.bump(untouched=None if with_momentum else Role.MOMENTUM)
-
-
-@traceable
-def adam_step_(
-    params: Tensors,
-    grads: Gradients,
-    exp_avgs: Tensors,
-    exp_avg_sqs: Tensors,
-    *,
-    lr: float,
-    step: int,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    decoupled_weight_decay: bool = False,
-    maximize: bool = False,
-    momentum_decay: float | None = None,
-    mu_product: float = 1.0,
-    predict: Sequence[tuple[Horizon, Tensors]] = (),
-    stream: Any = None,
-    **options: Unpack[StepOptions],
-) -> None:
-    """Make one step of Adam, AdamW or NAdam and write predictions, in one pass over memory.
-
-    The arithmetic of torch.optim, with fused multiply-adds::
-
-        d = g (or -g with maximize) + weight_decay*W          (AdamW: d = g, W shrinks first)
-        m = beta1*m + (1 - beta1)*d
-        u = beta2*u + (1 - beta2)*d*d
-        W = W - lr/(1 - beta1^step) * m / (sqrt(u)/sqrt(1 - beta2^step) + eps)
-        out_j = W - lr*steps_j/(1 - beta1^step) * m / (the same)   for every (steps_j, out_j)
-
-    Args:
-        params: W.
-        grads: g; bfloat16 or float16 for float32 (master) weights is allowed. A tensor whose entry
-            is None is not updated, and its outs receive W.
-        exp_avgs: m; like W, or float32 for 16-bit weights.
-        exp_avg_sqs: u, of the dtype of m.
-        lr: learning rate, >= 0.
-        step: number of this update, counted from 1.
-        betas: (beta1, beta2), each in [0, 1).
-        eps: >= 0.
-        weight_decay: L2 penalty, or AdamW's decay with `decoupled_weight_decay`.
-        decoupled_weight_decay: AdamW.
-        maximize: maximize the objective instead of minimizing it.
-        momentum_decay: selects NAdam (torch's schedule of mu); usually 4e-3.
-        mu_product: NAdam's product of mu_1 to mu_step.
-        predict: pairs of a horizon (in updates, or a law of `spectrain_ext.laws`) and outputs like
-            the parameters; bfloat16 or float16 is allowed for float32 parameters. Predictions use
-            the stored values.
-        grad_scale, found_inf, clip_factor: as in `sgd_step_`. A skipped step is not counted: the
-            next one has the same number.
-        zero_grad, rounding_seed: as in `sgd_step_`.
-        stream: CUDA stream; None: the current one.
-
-    Example:
-        >>> weights, gradients = torch.ones(2), torch.ones(2)
-        >>> m, u, ahead = torch.zeros(2), torch.zeros(2), torch.empty(2)
-        >>> st.adam_step_(weights, gradients, m, u, lr=0.25, step=1, predict=[(1, ahead)])
-        >>> weights, ahead
-        (tensor([0.7500, 0.7500]), tensor([0.5000, 0.5000]))
-    """
-    lists = _step_lists(params, grads, options)
-    lists.add(Role.MOMENTUM, "exp_avgs", exp_avgs, writes=True)
-    lists.add(Role.SECOND, "exp_avg_sqs", exp_avg_sqs, writes=True)
-    horizons = _add_outs(lists, predict)
-    more = decoupled_weight_decay, maximize, momentum_decay, mu_product
-    numbers = Adam(lr, betas, eps, weight_decay, step, *more)
-    plan = lists.plan()
-    settings, _, predictions, _ = step_arguments([numbers], horizons)
-    plan.adam_step_(settings, predictions, options, stream)
-    lists.bump()
-
-
-@traceable
+@operator
 def adam_predict(
     params: T,
     exp_avgs: Tensors,
@@ -394,13 +234,12 @@ def adam_predict(
     result = _output(lists, Role.OUT, out, stream)
     numbers = Adam(lr, betas, eps, weight_decay, step, decoupled_weight_decay)
     plan = lists.plan()
-    terms, each_eps, _ = prediction([numbers], as_laws(steps, 1))
-    plan.predict(terms, each_eps, 0, stream)
+    plan.predict(*prediction([numbers], as_laws(steps, 1)), 0, stream)
     lists.bump()
     return cast(T, result)
 
 
-@traceable
+@operator
 def extrapolate(
     params: T,
     previous: Tensors,
@@ -466,7 +305,7 @@ def distance(params: Tensors, others: Sequence[Tensors], *, stream: Any = None) 
     return norms[:, :-1], norms[:, -1]
 
 
-@traceable
+@operator
 def _distance(params: Tensors, others: Sequence[Tensors], *, stream: Any = None) -> Tensor:
     """Return both results in one tensor of shape (k, n + 1), which a graph can hold."""
     if isinstance(others, Tensor) or not isinstance(others, Sequence):
@@ -481,21 +320,3 @@ def _distance(params: Tensors, others: Sequence[Tensors], *, stream: Any = None)
         scratch = torch.empty(native.distance_scratch(), dtype=torch.uint8, device=device)
         native.distances(norms.data_ptr(), scratch.data_ptr(), stream)
         return norms.sqrt_() if norms.is_cuda else norms.apply_(math.sqrt)  # torch's is inexact
-
-
-def _step_lists(params: Tensors, grads: Gradients, options: StepOptions) -> Lists:
-    lists = Lists(params, "params", writes=True)
-    lists.add(Role.GRADS, "grads", grads, writes=bool(options.get("zero_grad")))
-    return lists
-
-
-def _add_outs(lists: Lists, predict: Sequence[tuple[Horizon, Tensors]]) -> list[Horizon]:
-    horizons: list[Horizon] = []
-    for j, pair in enumerate(predict):
-        if not isinstance(pair, Sequence) or len(pair) != 2:
-            raise TypeError(f"predict[{j}]: expected a pair (steps, out), got {pair!r}")
-        if pair[0] is None:
-            raise TypeError(f"predict[{j}]: expected a number of steps or a law, got None")
-        horizons.append(pair[0])
-        lists.add(Role.OUT, f"predict[{j}].out", pair[1], writes=True)
-    return horizons

@@ -14,7 +14,7 @@ from typing import Protocol, SupportsFloat, TypeAlias
 from spectrain_ext._C import MAX_TERMS
 
 from .numbers import Adam as Adam
-from .numbers import Rate, horizon, non_negative, number
+from .numbers import Hyperparameters, Rate, horizon, non_negative, number
 from .numbers import Sgd as Sgd
 from .numbers import Term as Term
 
@@ -183,14 +183,21 @@ def as_law(steps: Horizon, name: str = "steps") -> Law:
     return Linear(horizon(name, steps))  # type: ignore[arg-type]
 
 
-def terms_of(law: Law, numbers: Sgd | Adam) -> list[Term]:
-    """Return the terms of a law under an update rule; at most one under SGD."""
-    if isinstance(numbers, Adam):
-        return law.adam(numbers)
-    terms = law.sgd(numbers)
-    if len(terms) > 1:
-        raise ValueError(f"steps: expected at most one term under SGD, {law} gave {len(terms)}")
-    return [term.split() for term in terms] if isinstance(numbers.lr, Rate) else terms
+def terms_of(law: Law, numbers: Hyperparameters) -> list[Term]:
+    """Return the terms of a law under an update rule, by the law's method of the rule's name.
+
+    At most one under SGD; ValueError for a rule that the law does not support.
+    """
+    formula = getattr(law, numbers.rule, None)
+    if formula is None:
+        raise ValueError(f"steps: {law} is not defined under {numbers.rule}")
+    terms: list[Term] = formula(numbers)
+    if isinstance(numbers, Sgd):
+        if len(terms) > 1:
+            raise ValueError(f"steps: expected at most one term under SGD, {law} gave {len(terms)}")
+        if isinstance(numbers.lr, Rate):
+            return [term.split() for term in terms]
+    return terms
 
 
 def after_first_step(law: Law, numbers: Sgd) -> Law:

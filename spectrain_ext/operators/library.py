@@ -1,9 +1,9 @@
 """Registers the operators as `torch.ops.spectrain.*`, with schemas and fake kernels for graphs.
 
-Under torch.compile the package's operators become these (see `traceable`). Called eagerly they are
+Under torch.compile the package's operators become these (see `operator`). Called eagerly they are
 slower, because torch's dispatcher visits every tensor. They write the arguments that their schemas
-mark, bump those version counters, and record nothing for autograd. The schemas take lists of
-tensors and plain numbers:
+mark, bump those version counters, and record nothing for autograd. The schemas follow from the
+operators' signatures. They take lists of tensors and plain numbers:
 
 - `lr` is a number; `lr_tensor`, a tensor of one element, replaces it. A graph is recompiled for a
   new number, but not for a new value in a tensor.
@@ -23,88 +23,61 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from .calls import bump_versions
+from .calls import Row, StepOptions, bump_versions
 from .laws import Geometric, Horizon, Linear, SecondOrder
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_RATE = "float lr, Tensor? lr_tensor=None"
-_SGD = "float? momentum=None, float weight_decay=0, bool nesterov=False"
-_ADAM = (
-    "SymInt step, float beta1=0.9, float beta2=0.999, float eps=1e-8, float weight_decay=0, "
-    "bool decoupled_weight_decay=False"
-)
-_GATE = (
-    "Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? clip_factor=None, "
-    "SymInt? rounding_seed=None"
-)
-_HORIZON = 'float[] steps, str law="linear"'
-_OUTS = "outs, float[] horizons=[], str[]? laws=None"
-_PREDICT = f"Tensor[] params, Tensor[] momentum_buffers, *, {_RATE}, {_HORIZON}, {_SGD}"
-_ADAM_PREDICT = (
-    f"Tensor[] params, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, *, {_RATE}, {_ADAM}, {_HORIZON}"
-)
-_EXTRAPOLATE = "Tensor[] params, Tensor[] previous, *, float steps"
-
-#: Schemas of all operators; "!" marks written arguments.
-SCHEMAS = (
-    f"predict_({_PREDICT.replace('Tensor[]', 'Tensor(a!)[]', 1)}) -> ()",
-    f"predict({_PREDICT}) -> Tensor[]",
-    f"predict.out({_PREDICT}, Tensor(a!)[] outs) -> ()",
-    "stash(Tensor[] params) -> Tensor[]",
-    "stash.out(Tensor[] params, *, Tensor(a!)[] outs) -> ()",
-    "restore_(Tensor(a!)[] params, Tensor[] stashed) -> ()",
-    "swap_(Tensor(a!)[] a, Tensor(b!)[] b) -> ()",
-    "stash_predict_(Tensor(a!)[] params, Tensor(b!)[] stashed, Tensor[] momentum_buffers, *, "
-    f"{_RATE}, {_HORIZON}, {_SGD}) -> ()",
-    "sgd_step_(Tensor(a!)[] params, Tensor?[] grads, Tensor(b!)[] momentum_buffers, *, "
-    f"{_RATE}, float momentum, float dampening=0, float weight_decay=0, bool nesterov=False, "
-    "bool maximize=False, bool decoupled_weight_decay=False, bool smoothed=False, "
-    f"bool[]? first_step=None, Tensor(c!)[] {_OUTS}, {_GATE}) -> ()",
-    "adam_step_(Tensor(a!)[] params, Tensor?[] grads, Tensor(b!)[] exp_avgs, "
-    f"Tensor(c!)[] exp_avg_sqs, *, {_RATE}, {_ADAM}, bool maximize=False, "
-    f"float? momentum_decay=None, float mu_product=1, Tensor(d!)[] {_OUTS}, {_GATE}) -> ()",
-    f"adam_predict({_ADAM_PREDICT}) -> Tensor[]",
-    f"adam_predict.out({_ADAM_PREDICT}, Tensor(a!)[] outs) -> ()",
-    f"extrapolate({_EXTRAPOLATE}) -> Tensor[]",
-    f"extrapolate.out({_EXTRAPOLATE}, Tensor(a!)[] outs) -> ()",
-    "distance(Tensor[] params, Tensor[] others, *, SymInt count) -> Tensor",
-)
-
-
 # Laws in schemas.
 
-_LAWS: dict[str, tuple[Callable[..., Horizon], tuple[str, ...]]] = {
-    "geometric": (Geometric, ("steps",)),
-    "linear": (Linear, ("steps",)),
-    "second_order": (SecondOrder, ("delay", "lead")),
+_LAWS: dict[str, type[Any]] = {
+    "geometric": Geometric,
+    "linear": Linear,
+    "second_order": SecondOrder,
 }
 
 
-def _encoded(steps: Horizon) -> tuple[str, list[float]]:
-    for name, (law, fields) in _LAWS.items():
-        if isinstance(steps, law):  # type: ignore[arg-type]
-            return name, [getattr(steps, field) for field in fields]
-    return "linear", [steps]  # type: ignore[list-item]  # a number, or refused by the schema
+def _encoded(steps: Horizon) -> tuple[str, list[Any]]:
+    for name, law in _LAWS.items():
+        if isinstance(steps, law):
+            return name, [getattr(steps, field) for field in law.__match_args__]
+    return "linear", [steps]  # a number, or refused by the schema
 
 
 def _decoded(name: str, numbers: Sequence[float]) -> Horizon:
     if name not in _LAWS:
         raise ValueError(f"law: expected one of {sorted(_LAWS)}, got {name!r}")
-    law, fields = _LAWS[name]
-    if len(numbers) != len(fields):
-        raise ValueError(
-            f"steps: expected {len(fields)} numbers of law {name!r}, got {len(numbers)}"
-        )
-    return law(*numbers)
+    n = len(_LAWS[name].__match_args__)
+    if len(numbers) != n:
+        raise ValueError(f"steps: expected {n} numbers of law {name!r}, got {len(numbers)}")
+    law: Horizon = _LAWS[name](*numbers)
+    return law
 
 
-# Arguments in schemas: `_in_graph` encodes them, `_kernel` decodes them.
+# Arguments in schemas.
+
+_LISTS = {"Written": "Tensor({}!)[]", "Written | None": "Tensor({}!)[]", "Gradients": "Tensor?[]"}
+_NUMBERS = {"float": "float", "float | None": "float?", "int": "SymInt", "bool": "bool"}
+_OPTIONS = {
+    name: {"Array | None": "Tensor?", "int | None": "SymInt?"}[annotation.__forward_arg__]
+    for name, annotation in StepOptions.__annotations__.items()
+    if name != "zero_grad"
+}
+
+
+class _Form(NamedTuple):
+    """How a schema has an argument that is neither a list of tensors nor a number."""
+
+    schema: str
+    # From the argument and the number of tensors to the schema's arguments, and back: the latter
+    # removes them from the given ones, where those with default values may be absent.
+    encode: Callable[[Any, int], dict[str, Any]]
+    decode: Callable[[dict[str, Any], int], Any]
 
 
 def _list(value: Any) -> list[Any]:
@@ -113,7 +86,7 @@ def _list(value: Any) -> list[Any]:
     return [value] if isinstance(value, Tensor) else list(value)
 
 
-def _rate(lr: float | Tensor) -> dict[str, Any]:
+def _rate(lr: float | Tensor, _: int) -> dict[str, Any]:
     if not isinstance(lr, Tensor):
         # A bare number would become a constant of the graph, and a learning-rate schedule would
         # recompile at every step. A product stays an operation.
@@ -121,7 +94,12 @@ def _rate(lr: float | Tensor) -> dict[str, Any]:
     return {"lr": 0.0, "lr_tensor": lr}
 
 
-def _written(predict: Sequence[tuple[Horizon, Any]]) -> dict[str, Any]:
+def _decoded_rate(given: dict[str, Any], _: int) -> Any:
+    tensor = given.pop("lr_tensor", None)
+    return given["lr"] if tensor is None else tensor.item()
+
+
+def _predictions(predict: Sequence[tuple[Horizon, Any]], _: int) -> dict[str, Any]:
     laws = [_encoded(steps) for steps, _ in predict]
     return {
         "outs": [t for _, out in predict for t in _list(out)],
@@ -130,57 +108,13 @@ def _written(predict: Sequence[tuple[Horizon, Any]]) -> dict[str, Any]:
     }
 
 
-_STEPS = ("sgd_step_", "adam_step_")
-_FORMS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "lr": _rate,
-    "steps": lambda steps: dict(zip(("law", "steps"), _encoded(steps), strict=True)),
-    "predict": _written,
-    "betas": lambda betas: {"beta1": betas[0], "beta2": betas[1]},
-    "others": lambda others: {
-        "others": [t for other in others for t in _list(other)],
-        "count": len(others),
-    },
-}
-
-
-def _in_graph(name: str, lists: Sequence[str], given: dict[str, Any]) -> Any:
-    """Call the registered operator with the arguments of the package's operator."""
-    if given.pop("stream", None) is not None:
-        raise ValueError("stream: a compiled function works on the current one, expected None")
-    out, zero_grad = given.pop("out", None), given.pop("zero_grad", False)
-    if name in _STEPS:
-        given.setdefault("predict", ())
-    single = isinstance(given[lists[0]], Tensor)
-    arguments: dict[str, Any] = {}
-    for key, value in given.items():
-        if key in _FORMS and (name, key) != ("extrapolate", "steps"):
-            arguments.update(_FORMS[key](value))
-        else:
-            arguments[key] = _list(value) if key in lists else value
-    if "first_step" in given:
-        first = given["first_step"]
-        each = [first] * len(arguments["params"]) if isinstance(first, bool) else list(first)
-        arguments["first_step"] = each
-    packet = getattr(torch.ops.spectrain, name)
-    with torch.no_grad():
-        if out is not None:
-            packet.out(**arguments, outs=_list(out))
-            return out
-        result = packet.default(**arguments)
-        if zero_grad:
-            for grad in arguments["grads"]:
-                if grad is not None:
-                    grad.zero_()
-    return result[0] if single and isinstance(result, list) else result
-
-
-def _predictions(
-    n: int, outs: Sequence[Tensor], horizons: Sequence[float], laws: Sequence[str] | None
-) -> list[tuple[Horizon, Sequence[Tensor]]]:
+def _decoded_predictions(given: dict[str, Any], n: int) -> list[tuple[Horizon, Sequence[Tensor]]]:
+    outs, horizons = given.pop("outs"), given.pop("horizons", ())
+    laws = given.pop("laws", None)
     predict: list[tuple[Horizon, Sequence[Tensor]]] = []
     at = 0
     for j, law in enumerate(["linear"] * len(horizons) if laws is None else laws):
-        end = at + len(_LAWS[law][1]) if law in _LAWS else at
+        end = at + len(_LAWS[law].__match_args__) if law in _LAWS else at
         predict.append((_decoded(law, horizons[at:end]), outs[j * n : (j + 1) * n]))
         at = end
     if at != len(horizons) or n * len(predict) != len(outs):
@@ -191,39 +125,116 @@ def _predictions(
     return predict
 
 
-def _kernel(name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel that calls the eager operator with the schema's arguments."""
+def _flags(first_step: bool | Sequence[bool], n: int) -> dict[str, Any]:
+    return {"first_step": [first_step] * n if isinstance(first_step, bool) else list(first_step)}
 
-    def kernel(first: Sequence[Tensor], *lists: Any, **numbers: Any) -> Any:
-        rate = numbers.pop("lr_tensor", None)
-        if rate is not None:
-            numbers["lr"] = rate.item()
-        if name in _STEPS:
-            numbers["predict"] = _predictions(
-                len(first),
-                numbers.pop("outs"),
-                numbers.pop("horizons", ()),
-                numbers.pop("laws", None),
-            )
-            if numbers.get("first_step", ()) is None:
-                del numbers["first_step"]
-        elif "predict" in name:
-            numbers["steps"] = _decoded(numbers.pop("law", "linear"), numbers["steps"])
-        if name.startswith("adam"):
-            numbers["betas"] = (numbers.pop("beta1", 0.9), numbers.pop("beta2", 0.999))
-        if name == "sgd_step_" and first and not lists[1]:
-            lists = (lists[0], None)
-        if name == "distance":
-            others, n, count = lists[0], len(first), numbers.pop("count")
-            if len(others) != count * n:
-                raise ValueError(f"others: expected {count} times {n} tensors, got {len(others)}")
-            lists = ([others[j * n : (j + 1) * n] for j in range(count)],)
-        if "outs" in numbers:
-            operator(first, *lists, out=numbers.pop("outs"), **numbers)
-            return None
-        return operator(first, *lists, **numbers)
 
-    return kernel
+def _concatenated(others: Sequence[Any], _: int) -> dict[str, Any]:
+    return {"others": [t for other in others for t in _list(other)], "count": len(others)}
+
+
+def _taken_apart(given: dict[str, Any], n: int) -> list[Sequence[Tensor]]:
+    others, count = given["others"], given.pop("count")
+    if len(others) != count * n:
+        raise ValueError(f"others: expected {count} times {n} tensors, got {len(others)}")
+    return [others[j * n : (j + 1) * n] for j in range(count)]
+
+
+#: By an argument's name, or its type in the operator's signature.
+_FORMS = {
+    "lr": _Form("float lr, Tensor? lr_tensor=None", _rate, _decoded_rate),
+    "Horizon": _Form(
+        'float[] steps, str law="linear"',
+        lambda steps, _: dict(zip(("law", "steps"), _encoded(steps), strict=True)),
+        lambda given, _: _decoded(given.pop("law", "linear"), given["steps"]),
+    ),
+    "Sequence[tuple[Horizon, Tensors]]": _Form(
+        "Tensor({}!)[] outs, float[] horizons=[], str[]? laws=None",
+        _predictions,
+        _decoded_predictions,
+    ),
+    "tuple[float, float]": _Form(
+        "float beta1=0.9, float beta2=0.999",
+        lambda betas, _: {"beta1": betas[0], "beta2": betas[1]},
+        lambda given, _: (given.pop("beta1", 0.9), given.pop("beta2", 0.999)),
+    ),
+    "bool | Sequence[bool]": _Form(
+        "bool[]? first_step=None", _flags, lambda given, _: given.get("first_step") or False
+    ),
+    "Sequence[Tensors]": _Form("SymInt count", _concatenated, _taken_apart),
+}
+
+
+class _Operator(Row):
+    """An operator, called by the arguments of its schemas and the other way round."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        forms = {n: _FORMS.get(n) or _FORMS.get(p.annotation) for n, p in self.parameters.items()}
+        self.forms = {name: form for name, form in forms.items() if form is not None}
+        types = [_LISTS.get(self.parameters[name].annotation, "Tensor[]") for name in self.lists]
+        lists = list(map(" ".join, zip(types, self.lists, strict=True)))
+        keywords = [form.schema for form in self.forms.values()]
+        for name, p in self.keywords.items():
+            if name not in ("out", "stream", *self.forms):
+                default = "" if p.default is p.empty else f"={p.default}"
+                keywords.append(f"{_NUMBERS[p.annotation]} {name}{default}")
+        if "options" in self.parameters:
+            keywords += [f"{type_} {name}=None" for name, type_ in _OPTIONS.items()]
+        result = {"None": "()", "T": "Tensor[]"}.get(function.__annotations__["return"], "Tensor")
+        self.schemas = [_schema(self.name, lists, keywords, result)]
+        if "out" in self.parameters:
+            keywords.append("Tensor({}!)[] outs")
+            self.schemas.append(_schema(f"{self.name}.out", lists, keywords, "()"))
+
+    def in_graph(self, given: dict[str, Any]) -> Any:
+        """Call the registered operator with the arguments of the package's operator."""
+        if given.pop("stream", None) is not None:
+            raise ValueError("stream: a compiled function works on the current one, expected None")
+        out, zero_grad = given.pop("out", None), given.pop("zero_grad", False)
+        if "predict" in self.forms:
+            given.setdefault("predict", ())
+        first = given[self.lists[0]]
+        n = len(_list(first))
+        arguments: dict[str, Any] = {}
+        for name, value in given.items():
+            if name in self.forms:
+                arguments.update(self.forms[name].encode(value, n))
+            else:
+                arguments[name] = _list(value) if name in self.lists else value
+        packet = getattr(torch.ops.spectrain, self.name)
+        with torch.no_grad():
+            if out is not None:
+                packet.out(**arguments, outs=_list(out))
+                return out
+            result = packet.default(**arguments)
+            if zero_grad:
+                for grad in arguments["grads"]:
+                    if grad is not None:
+                        grad.zero_()
+        return result[0] if isinstance(first, Tensor) and isinstance(result, list) else result
+
+    def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a kernel that calls the eager operator with the schema's arguments."""
+
+        def kernel(*lists: Any, **given: Any) -> Any:
+            n = len(lists[0])
+            given.update(zip(self.lists, lists, strict=True))
+            for name in self.optional:
+                given[name] = given[name] or None if n else given[name]
+            for name, form in self.forms.items():
+                given[name] = form.decode(given, n)
+            if "outs" in given:
+                function(out=given.pop("outs"), **given)
+                return None
+            return function(**given)
+
+        return kernel
+
+
+def _schema(name: str, lists: Sequence[str], keywords: Sequence[str], result: str) -> str:
+    arguments = ", ".join([*lists, "*", *keywords] if keywords else lists)
+    return f"{name}({arguments}) -> {result}".format(*"abcdef")  # a letter for each written list
 
 
 def _bumping(overload: Any) -> Callable[..., None]:
@@ -278,20 +289,24 @@ def _register(schema: str, kernel: Callable[..., Any]) -> None:
     torch.library.register_fake(f"spectrain::{name}", fake, lib=_library)
 
 
-def traceable(function: Function) -> Function:
-    """Register an operator under its name, and use the registered one under torch.compile."""
-    name = function.__name__.removeprefix("_")
-    for schema in SCHEMAS:
-        if schema.startswith((f"{name}(", f"{name}.")):
-            _register(schema, _kernel(name, function))
-    code = function.__code__
-    names = code.co_varnames[: code.co_argcount]
+def operator(
+    function: Function, step: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
+) -> Function:
+    """Register an operator under its name, and use the registered one under torch.compile.
+
+    Positional arguments other than `out` are lists of tensors; it writes those of type `Written`.
+    With a `step`, the function only declares the arguments, with which that is called.
+    """
+    row = _Operator(function)
+    eager = function if step is None else lambda **given: step((), given)
+    for schema in row.schemas:
+        _register(schema, row.kernel(eager))
 
     @wraps(function)
-    def operator(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **given: Any) -> Any:
         if torch.compiler.is_compiling():
-            given = dict(zip(names[: len(args)], args, strict=True), **kwargs)
-            return _in_graph(name, names, given)
-        return function(*args, **kwargs)
+            names = row.positional[: len(args)]
+            return row.in_graph(dict(zip(names, args, strict=True), **given))
+        return function(*args, **given) if step is None else step(args, given)
 
-    return cast(Function, operator)
+    return cast(Function, call)

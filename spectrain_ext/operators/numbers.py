@@ -163,10 +163,35 @@ class Corrected(Protocol):
         """Return the step under Adam, AdamW and NAdam."""
 
 
+class Hyperparameters:
+    """Hyperparameters of a parameter group under an update rule.
+
+    The rule's operations in csrc/kernels/operations.h are called by its name: "<rule>_step", or
+    "<rule>_plain" for steps without momentum, and "<rule>_predict".
+    """
+
+    __slots__ = ()
+    rule: ClassVar[str]
+
+    @property
+    def has_momentum(self) -> bool:
+        return True
+
+    @property
+    def operation(self) -> str:
+        """Name of the operation that makes a step."""
+        return self.rule + ("_step" if self.has_momentum else "_plain")
+
+    def setting(self) -> Setting:
+        """Return the kernel's coefficients of a step."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True)
-class Sgd:
+class Sgd(Hyperparameters):
     """Hyperparameters of SGD with torch's momentum, or with that of smoothed gradients."""
 
+    rule: ClassVar[str] = "sgd"
     trust: ClassVar[float] = 1.0  # factor of the momentum's last change in predictions
 
     # The arguments of `spectrain_ext.sgd_step_`.
@@ -225,10 +250,12 @@ class Sgd:
 
 
 @dataclass(frozen=True, slots=True)
-class Adam:
+class Adam(Hyperparameters):
     """Hyperparameters of torch.optim's Adam, AdamW or NAdam."""
 
-    has_momentum: ClassVar[bool] = True
+    rule: ClassVar[str] = "adam"
+    has_momentum: ClassVar[bool] = True  # faster than a property
+    operation: ClassVar[str] = "adam_step"
 
     # The arguments of `spectrain_ext.adam_step_`.
     lr: float

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from types import FunctionType
-from typing import Any, NoReturn, Unpack, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack, cast
 
 from .calls import (
+    ROLES,
     AdamStep,
     Gradients,
     Lists,
@@ -14,21 +16,17 @@ from .calls import (
     Prediction,
     Role,
     SgdNumbers,
-    SgdRow,
-    StepOptions,
+    SgdStep,
+    StepRow,
     Tensors,
     first_steps,
     is_array,
     prediction,
     sgd_prediction,
-    sgd_step_arguments,
     step_arguments,
 )
 from .laws import Horizons, as_laws
-from .numbers import Adam, Sgd, horizon
-
-_OF_ADAM = frozenset(Adam.__slots__) - {"correction"}
-_NO_NUMBERS: SgdRow = None, None, 0.0, 0.0, False, False, False, False  # defaults of `sgd_step_`
+from .numbers import Adam, Hyperparameters, Sgd, horizon
 
 
 class Plan:
@@ -99,16 +97,18 @@ class Plan:
             raise ValueError("exp_avgs: momentum_buffers are given; a plan has one or the other")
         if is_array(outs):
             raise TypeError("outs: expected a sequence of outputs, got one tensor")
-        for role, name, given in (
-            (Role.MOMENTUM, "momentum_buffers", momentum_buffers),
-            (Role.MOMENTUM, "exp_avgs", exp_avgs),
-            (Role.SECOND, "exp_avg_sqs", exp_avg_sqs),
-            (Role.GRADS, "grads", grads),
-            (Role.STASHED, "stashed", stashed),
-            *((Role.OUT, f"outs[{j}]", out) for j, out in enumerate(outs)),
-        ):
-            if given is not None or role is Role.OUT:
-                lists.add(role, name, given, writes=role is not Role.GRADS)
+        columns = {
+            "momentum_buffers": momentum_buffers,
+            "exp_avgs": exp_avgs,
+            "exp_avg_sqs": exp_avg_sqs,
+            "grads": grads,
+            "stashed": stashed,
+        }
+        for name, arrays in columns.items():
+            if arrays is not None:
+                lists.add(ROLES[name], name, arrays, writes=name != "grads")
+        for j, out in enumerate(outs):
+            lists.add(Role.OUT, f"outs[{j}]", out, writes=True)
         self._single, self._params = lists.single, lists.params
         self._native = lists.plan(groups)
         self._native.keep(True)
@@ -132,8 +132,7 @@ class Plan:
         `steps` may be a law of `spectrain_ext.laws`; 0 keeps the bits. Without `groups` pass `lr`
         and, for geometric laws, `momentum` and the other hyperparameters of `sgd_step_`.
         """
-        terms, eps, rates = self._terms_of(groups, steps, numbers)
-        self._native.predict(terms, eps, None, stream, rates)
+        self._native.predict(*self._prediction(groups, steps, numbers), None, stream)
 
     def predict(
         self,
@@ -145,8 +144,8 @@ class Plan:
         **numbers: Unpack[SgdNumbers],
     ) -> None:
         """Write predicted weights: outs[out] <- W - lr*steps*v. See `predict_`."""
-        terms, eps, rates = self._terms_of(groups, steps, numbers)
-        self._native.predict(terms, eps, self._check_out(out), stream, rates)
+        by = self._prediction(groups, steps, numbers)
+        self._native.predict(*by, self._check_out(out), stream)
 
     def stash_predict_(
         self,
@@ -157,78 +156,22 @@ class Plan:
         **numbers: Unpack[SgdNumbers],
     ) -> None:
         """Stash and predict in one pass: stashed <- W, then W <- W - lr*steps*v."""
-        terms, eps, rates = self._terms_of(groups, steps, numbers)
-        self._native.stash_predict_(terms, eps, stream, rates)
+        self._native.stash_predict_(*self._prediction(groups, steps, numbers), stream)
 
     def extrapolate(self, *, steps: float, out: int = 0, stream: Any = None) -> None:
         """Predict by weight difference: outs[out] <- W + steps*(W - stashed)."""
         self._native.extrapolate(horizon("steps", steps), self._check_out(out), stream)
 
-    # Steps.
+    # Steps: `add_step` makes the methods from the rows of steps.py.
 
-    def sgd_step_(
-        self,
-        groups: Sequence[Sgd] | None = None,
-        *,
-        lr: float | None = None,
-        momentum: float | None = None,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        maximize: bool = False,
-        decoupled_weight_decay: bool = False,
-        smoothed: bool = False,
-        first_step: bool | Sequence[bool] = False,
-        predict: Sequence[Horizons | None] = (),
-        stream: Any = None,
-        **options: Unpack[StepOptions],
-    ) -> None:
-        """Make one step of SGD and write predictions; see `spectrain_ext.sgd_step_`.
+    if TYPE_CHECKING:
 
-        Either all groups have momentum or none.
-
-        Args:
-            groups: the hyperparameters of every parameter group. None: `lr` and `momentum` (both
-                required) to `smoothed` hold for all of them.
-            predict: the horizon, or law of `spectrain_ext.laws`, of every output:
-                outs[j] <- W' - lr*predict[j]*v'. None does not write outs[j].
-            options: `grad_scale`, `found_inf`, `clip_factor`, `zero_grad`, `rounding_seed`.
-        """
-        if len(predict) > self._n_outs:
-            raise self._too_many(predict)
-        flags = nesterov, maximize, decoupled_weight_decay, smoothed
-        row = lr, momentum, dampening, weight_decay, *flags
-        first = first_steps(first_step, len(self._params))
-        if groups is None:
-            step = sgd_step_arguments(row, self._n_groups, predict, first)
-        elif row != _NO_NUMBERS:
-            pairs = zip(Sgd.__slots__, row, _NO_NUMBERS, strict=False)
-            raise _given_twice(name for name, number, no in pairs if number != no)
-        else:
-            step = step_arguments(self._checked(groups, Sgd), predict, first)
-        settings, with_momentum, predictions, rates = step
-        more = options, stream, rates
-        self._native.sgd_step_(settings, with_momentum, first, predictions, *more)
-
-    def adam_step_(
-        self,
-        groups: Sequence[Adam] | None = None,
-        *,
-        predict: Sequence[Horizons | None] = (),
-        stream: Any = None,
-        **options: Unpack[AdamStep],
-    ) -> None:
-        """Make one step of Adam, AdamW or NAdam and write predictions.
-
-        See `sgd_step_` and `spectrain_ext.adam_step_`. `groups` are the hyperparameters of every
-        parameter group. Without them `lr` and `step` are required keywords.
-        """
-        if len(predict) > self._n_outs:
-            raise self._too_many(predict)
-        if groups is None or (options and not _OF_ADAM.isdisjoint(options)):
-            groups = self._adams(groups, cast("dict[str, Any]", options))
-        settings, _, predictions, _ = step_arguments(self._checked(groups, Adam), predict)
-        self._native.adam_step_(settings, predictions, options, stream)
+        def sgd_step_(
+            self, groups: Sequence[Sgd] | None = None, **keywords: Unpack[SgdStep]
+        ) -> None: ...
+        def adam_step_(
+            self, groups: Sequence[Adam] | None = None, **keywords: Unpack[AdamStep]
+        ) -> None: ...
 
     # Versions of the weights.
 
@@ -270,7 +213,7 @@ class Plan:
 
     # Arguments.
 
-    def _terms_of(self, groups: Any, steps: Horizons, numbers: Any = ()) -> Prediction:
+    def _prediction(self, groups: Any, steps: Horizons, numbers: Any = ()) -> Prediction:
         if numbers and groups is None:
             return sgd_prediction(self._n_groups, steps, **numbers)
         if numbers:
@@ -281,7 +224,7 @@ class Plan:
                 raise ValueError("momentum: a prediction needs momentum > 0")
         return prediction(checked, as_laws(steps, self._n_groups))
 
-    def _checked(self, groups: Any, rule: type[Sgd] | type[Adam] | None = None) -> Any:
+    def _checked(self, groups: Any, rule: type[Hyperparameters] | None = None) -> Any:
         """Return `groups` if all of them have one type, `rule` if given."""
         # The common case first: isinstance(..., Sequence) takes longer than everything else.
         if type(groups) is not list and (
@@ -304,24 +247,10 @@ class Plan:
                 )
         return groups
 
-    def _adams(self, groups: Sequence[Adam] | None, options: dict[str, Any]) -> list[Adam]:
-        """Remove Adam's hyperparameters from the keywords and return them for every group."""
-        numbers = {name: options.pop(name) for name in _OF_ADAM & options.keys()}
-        if groups is not None:
-            raise _given_twice(name for name in Adam.__slots__ if name in numbers)
-        for name in ("lr", "step"):
-            if name not in numbers:
-                raise TypeError(f"{name}: adam_step_ needs it, or groups, which have their own")
-        return [Adam(**numbers)] * self._n_groups
-
     def _check_out(self, out: int) -> int:
         if isinstance(out, bool) or not isinstance(out, int):
             raise TypeError(f"out: expected an index, got {out!r}")
-        if not self._n_outs:
-            raise ValueError(
-                "out: the plan has no outs to write to; give it some, Plan(..., outs=[...]), each "
-                "a list like the parameters"
-            )
+        self._need_outs("out: the plan has no outs to write to")
         if not 0 <= out < self._n_outs:
             raise ValueError(
                 f"out: expected an index below {self._n_outs}, the number of outs, got {out}"
@@ -329,15 +258,16 @@ class Plan:
         return out
 
     def _too_many(self, predict: Sequence[object]) -> ValueError:
-        if not self._n_outs:
-            return ValueError(
-                "predict: the plan has no outs to write predictions to; give it some, "
-                "Plan(..., outs=[...]), each a list like the parameters"
-            )
+        self._need_outs("predict: the plan has no outs to write predictions to")
         return ValueError(
             f"predict: expected at most one entry for each of the {self._n_outs} outs, "
             f"got {len(predict)}"
         )
+
+    def _need_outs(self, without: str) -> None:
+        if not self._n_outs:
+            advice = "give it some, Plan(..., outs=[...]), each a list like the parameters"
+            raise ValueError(f"{without}; {advice}")
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Plan holds addresses and cannot be pickled or copied; make a new one")
@@ -345,14 +275,58 @@ class Plan:
 
 # torch.compile breaks its graph at the public methods, or raises an error with this advice. So does
 # torch.compiler.disable, whose wrapper takes as long as a call of a plan.
+_GRAPH_BREAK = {
+    "_torchdynamo_disable": True,
+    "_torchdynamo_disable_msg": (
+        "a Plan holds addresses, which no graph can. With fullgraph=True call the operators "
+        "instead, spectrain_ext.sgd_step_ and the like, which become a part of the graph, or "
+        "use the plan outside of the compiled function"
+    ),
+}
 for _name, _method in vars(Plan).items():
     if isinstance(_method, FunctionType) and not _name.startswith("_"):
-        vars(_method)["_torchdynamo_disable"] = True
-        vars(_method)["_torchdynamo_disable_msg"] = (
-            "a Plan holds addresses, which no graph can. With fullgraph=True call the operators "
-            "instead, spectrain_ext.sgd_step_ and the like, which become a part of the graph, or "
-            "use the plan outside of the compiled function"
-        )
+        vars(_method).update(_GRAPH_BREAK)
+
+
+def add_step(row: StepRow) -> None:
+    """Give plans the method of a step."""
+
+    def method(self: Plan, groups: Sequence[Hyperparameters] | None, **keywords: Any) -> None:
+        predict, stream = keywords.pop("predict", ()), keywords.pop("stream", None)
+        if len(predict) > self._n_outs:
+            raise self._too_many(predict)
+        first: bool | list[bool] = False
+        if "first_step" in keywords and row.takes_first_step:
+            first = first_steps(keywords.pop("first_step"), len(self._params))
+        numbers, options = row.split(keywords)
+        if groups is None:
+            arguments = row.arguments(numbers, self._n_groups, predict, first)
+        elif numbers:
+            raise _given_twice(numbers)
+        else:
+            arguments = step_arguments(self._checked(groups, row.rule), predict, first)
+        self._native.step(*arguments, first, options, stream)
+
+    method.__defaults__ = (None,)  # not above, where Sphinx looks for those of all arguments
+    parameters = list(inspect.signature(method).parameters.values())[:2]
+    for name, p in row.keywords.items():
+        if p.default is p.empty:  # groups may have it
+            p = p.replace(default=None, annotation=f"{p.annotation} | None")
+        per_group = name == "predict"
+        parameters.append(p.replace(annotation="Sequence[Horizons | None]") if per_group else p)
+    parameters.append(row.parameters["options"])
+    method.__name__, method.__qualname__ = row.name, f"Plan.{row.name}"
+    method.__doc__ = f"""Make a step and write predictions; see `spectrain_ext.{row.name}`.
+
+        Args:
+            groups: the hyperparameters of every parameter group, `{row.rule.__name__}`, either all
+                with momentum or none. None: the keywords hold for all groups.
+            predict: the horizon, or law of `spectrain_ext.laws`, of every output, outs[j]. None
+                does not write outs[j].
+            options: `grad_scale`, `found_inf`, `clip_factor`, `zero_grad`, `rounding_seed`.
+        """
+    vars(method).update(_GRAPH_BREAK, __signature__=inspect.Signature(parameters))
+    setattr(Plan, row.name, method)
 
 
 def _grad(param: object) -> object:

@@ -21,7 +21,7 @@ from spectrain_ext.operators.calls import (
     step_arguments,
 )
 from spectrain_ext.operators.laws import Law, Linear, SecondOrder, after_first_step, terms_of
-from spectrain_ext.operators.numbers import Adam, Sgd
+from spectrain_ext.operators.numbers import Sgd
 
 from .parameters import Parameters, Views
 from .state import Group, Rule, Scalars, State, empty_like
@@ -186,14 +186,10 @@ class Launch:
             predict = (tuple(each),)
         if self.unscales:
             self._scale = options.pop("grad_scale", None)
-        settings, momentum, predictions, rates = step_arguments(numbers, predict)
-        if isinstance(numbers[0], Adam):
-            call = partial(self.native.adam_step_, settings, predictions, options, None)
-        else:
-            same = all(starts) or not any(starts)
-            first = starts[0] if same else [starts[n] for n in self._assignment]
-            more = predictions, options, None, rates
-            call = partial(self.native.sgd_step_, settings, momentum, first, *more)
+        same = all(starts) or not any(starts)
+        first = starts[0] if same else [starts[n] for n in self._assignment]
+        arguments = step_arguments(numbers, predict)
+        call = partial(self.native.step, *arguments, first, options, None)
         lasts = not options and self._scale is None and not rule.scalars and _last(laws)
         self._step = Prepared(templates, laws, lasts, call, after)
 
@@ -262,8 +258,7 @@ class Launch:
         if known is None or not known.serves(templates, laws):
             call = partial(self.native.write_out, 0, None)
             if self._buffers is not None and any(map(terms_of, laws, templates)):
-                terms, eps, rates = self._prediction_now(templates, laws)
-                call = partial(self.native.predict, terms, eps, 0, None, rates)
+                call = partial(self.native.predict, *self._prediction_now(templates, laws), 0, None)
             lasts = not self.rule.scalars and _last(laws)
             known = self._prediction = Prepared(templates, laws, lasts, call)
         known.call()
@@ -271,8 +266,7 @@ class Launch:
     def stash_predict(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
         """Stash the weights and replace them by predictions, unless the laws change nothing."""
         if any(map(terms_of, laws, templates)):
-            terms, eps, rates = self._prediction_now(templates, laws)
-            self.native.stash_predict_(terms, eps, None, rates)
+            self.native.stash_predict_(*self._prediction_now(templates, laws), None)
             self._replaced = True
 
     def _prediction_now(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> Prediction:

@@ -281,9 +281,9 @@ struct Cpu {
           staging.finish(n * sizeof(T));
         }
       }
-      if constexpr (Rule::kGradient >= 0) {
+      if constexpr (kGradient<Rule> >= 0) {
         if (table.options.zero_grad)
-          memset(p[Rule::kGradient], 0, n * sizeof(type<Rule::kGradient>));
+          memset(p[kGradient<Rule>], 0, n * sizeof(type<kGradient<Rule>>));
       }
     }
   }
@@ -303,10 +303,10 @@ struct Cpu {
 
   // A skipped step still sets gradients to zero.
   static void zero(const TableView& table) {
-    if constexpr (Rule::kGradient >= 0) {
+    if constexpr (kGradient<Rule> >= 0) {
       for (uint32_t r = 0; r < table.n_rows; ++r) {
-        memset(table.pointer(r, Rule::kGradient), 0,
-               static_cast<size_t>(table.rows[r].size) * sizeof(type<Rule::kGradient>));
+        memset(table.pointer(r, kGradient<Rule>), 0,
+               static_cast<size_t>(table.rows[r].size) * sizeof(type<kGradient<Rule>>));
       }
     }
   }
@@ -401,9 +401,7 @@ CpuDistances SPECTRAIN_CONCAT(find_distances_, SPECTRAIN_ISA)(DType t) {
 
 // find_kernel_baseline, find_kernel_v3, find_kernel_v4
 CpuKernel SPECTRAIN_CONCAT(find_kernel_, SPECTRAIN_ISA)(KernelKey key) {
-  if (const CpuKernel found = find_copy_family<CpuKernel, Cpu>(key)) return found;
-  if (const CpuKernel found = find_sgd_family<CpuKernel, Cpu>(key)) return found;
-  return find_adam_family<CpuKernel, Cpu>(key);
+  return find<CpuKernel, Cpu>(key);
 }
 
 }  // namespace spectrain

@@ -1,5 +1,6 @@
+#define SPECTRAIN_UNIT SPECTRAIN_ADAM
 #include "driver.cuh"
 
 namespace spectrain {
-CudaKernel find_cuda_adam_family(KernelKey key) { return find_adam_family<CudaKernel, Cuda>(key); }
+CudaKernel find_cuda_adam(KernelKey key) { return find<CudaKernel, Cuda>(key); }
 }  // namespace spectrain

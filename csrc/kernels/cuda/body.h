@@ -190,9 +190,9 @@ struct Body {
       }
     });
     if constexpr (Rule::has_outs) predictions<N>(packs, kept, element);
-    if constexpr (Rule::kGradient >= 0) {
+    if constexpr (kGradient<Rule> >= 0) {
       if (table.options.zero_grad)
-        Pack<type<Rule::kGradient>, N>{}.store(at<Rule::kGradient>(element));
+        Pack<type<kGradient<Rule>>, N>{}.store(at<kGradient<Rule>>(element));
     }
   }
 
@@ -267,19 +267,19 @@ struct Body {
 
   // A skipped step still sets gradients to zero. This is rare, so it is not vectorized.
   SPECTRAIN_HD static void zero(const TableView& table, const Lane& lane) {
-    using T = type<Rule::kGradient>;
+    using T = type<kGradient<Rule>>;
     for (uint64_t chunk = table.chunk_begin + static_cast<uint64_t>(lane.block);
          chunk < table.chunk_end; chunk += lane.blocks) {
       const uint32_t r = table.find_row(static_cast<uint32_t>(chunk));
       const Range range = table.range(table.rows[r], static_cast<uint32_t>(chunk));
-      T* to = global(static_cast<T*>(table.pointer(r, Rule::kGradient)));
+      T* to = global(static_cast<T*>(table.pointer(r, kGradient<Rule>)));
       for (int64_t i = range.begin + lane.thread; i < range.end; i += lane.threads) to[i] = T{};
     }
   }
 
   SPECTRAIN_HD static void run(const Args* settings, const TableView& table, const Lane& lane) {
     if (table.options.gate.skips()) {
-      if constexpr (Rule::kGradient >= 0) {
+      if constexpr (kGradient<Rule> >= 0) {
         if (table.options.zero_grad) zero(table, lane);
       }
       return;

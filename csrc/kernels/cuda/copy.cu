@@ -1,5 +1,6 @@
+#define SPECTRAIN_UNIT SPECTRAIN_COPIES
 #include "driver.cuh"
 
 namespace spectrain {
-CudaKernel find_cuda_copy_family(KernelKey key) { return find_copy_family<CudaKernel, Cuda>(key); }
+CudaKernel find_cuda_copy(KernelKey key) { return find<CudaKernel, Cuda>(key); }
 }  // namespace spectrain

@@ -81,9 +81,9 @@ int cuda_device_count(std::string* why) {
 }
 
 CudaKernel find_cuda_kernel(KernelKey key) {
-  CudaKernel found = find_cuda_copy_family(key);
-  if (found.launch == nullptr) found = find_cuda_sgd_family(key);
-  if (found.launch == nullptr) found = find_cuda_adam_family(key);
+  CudaKernel found = find_cuda_copy(key);
+  if (found.launch == nullptr) found = find_cuda_sgd(key);
+  if (found.launch == nullptr) found = find_cuda_adam(key);
   return found;
 }
 

@@ -7,7 +7,7 @@
 
 #include "body.h"
 #include "enqueue.cuh"
-#include "rules/sgd.h"
+#include "kernels/operations.h"
 #include "units.h"
 
 namespace spectrain {
@@ -39,18 +39,15 @@ struct Preparation {
 // A rule's Args depend only on its arithmetic type, not on the storage types.
 template <class Rule>
 __device__ __forceinline__ void place(const Setting& s, void* to) {
-  Rule::make(s, *static_cast<typename Rule::Args*>(to));
+  if constexpr (Rule::reads_rate) Rule::make(s, *static_cast<typename Rule::Args*>(to));
 }
 
 template <class Acc>
 __device__ __forceinline__ void place_arguments(Operation operation, const Setting& s, void* to) {
-  if (operation == Operation::sgd_plain) {
-    place<SgdPlain<Acc, Acc>>(s, to);
-  } else if (operation == Operation::sgd_momentum) {
-    place<SgdMomentum<Acc, Acc, Acc, Acc>>(s, to);
-  } else {
-    place<SgdPredict<Acc, Acc, Acc>>(s, to);
-  }
+#define SPECTRAIN_ROW(name, ...) \
+  if (operation == Operation::name) place<rule_of<Operation::name, Same<Acc>>>(s, to);
+  SPECTRAIN_OPERATIONS(SPECTRAIN_ROW)
+#undef SPECTRAIN_ROW
 }
 
 __global__ void prepare(const __grid_constant__ Preparation given) {
@@ -90,7 +87,7 @@ const char* enqueue_prepare(const PrepareRequest& r, void* stream, int* launches
   }
   const size_t setting_bytes = offsetof(Setting, terms) + terms * sizeof(Term);
   static_assert(offsetof(Setting, terms) + kMaxOuts * sizeof(Term) <= kSmallTable,
-                "a setting of SGD, which has a term per output, fits one launch");
+                "a setting of a rule that reads a rate, with a term per output, fits one launch");
   const auto capacity = static_cast<int>(kSmallTable / setting_bytes);
   for (int begin = 0; begin < r.settings.size; begin += capacity) {
     Preparation given;

@@ -1,5 +1,6 @@
+#define SPECTRAIN_UNIT SPECTRAIN_SGD
 #include "driver.cuh"
 
 namespace spectrain {
-CudaKernel find_cuda_sgd_family(KernelKey key) { return find_sgd_family<CudaKernel, Cuda>(key); }
+CudaKernel find_cuda_sgd(KernelKey key) { return find<CudaKernel, Cuda>(key); }
 }  // namespace spectrain

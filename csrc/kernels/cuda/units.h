@@ -25,9 +25,7 @@ constexpr size_t kLargeTable = kSmallTable;
 constexpr size_t kSharedBytes = 48 * 1024;
 
 // Returns no launcher if there is no such kernel.
-CudaKernel find_cuda_copy_family(KernelKey);
-CudaKernel find_cuda_sgd_family(KernelKey);
-CudaKernel find_cuda_adam_family(KernelKey);
+CudaKernel find_cuda_copy(KernelKey), find_cuda_sgd(KernelKey), find_cuda_adam(KernelKey);
 
 // All of these return null or the CUDA runtime's error name.
 
@@ -35,7 +33,7 @@ CudaKernel find_cuda_adam_family(KernelKey);
 const char* enqueue_distances(DType, const Distances& d, void* stream);
 const char* enqueue_totals(double* result, int64_t n, uint32_t n_lists, void* stream);
 
-// Arguments of a kernel of SGD, whose learning rates are in device memory.
+// Arguments of a kernel whose learning rates are in device memory.
 struct PrepareRequest {
   KernelKey key;
   Settings settings;

@@ -261,7 +261,11 @@ Plan::Terms far_terms(const Plan& plan, int n) {
   const Term all[] = {{0.998, 0.05, 0.03, 1.2}, {0.998, 0.04, 0.0, 1.1}, {1.0, 0.03, 0.0, 1.05}};
   return Plan::Terms(plan.n_groups(), std::vector<Term>(all, all + n));
 }
-Plan::Family adam(const Plan& plan) { return {true, std::vector<double>(plan.n_groups(), 1e-8)}; }
+using Op = Operation;
+const Plan::Predictor sgd{Op::sgd_predict};
+Plan::Predictor adam(const Plan& plan) {
+  return {Op::adam_predict, std::vector<double>(plan.n_groups(), 1e-8)};
+}
 
 // With a learning rate that the kernel reads in memory.
 void with_rate(const Twins& twins, Plan& plan, const std::function<void()>& call) {
@@ -277,7 +281,7 @@ constexpr Term kAheadByRate{1.0, 0.0, 0.0, 1.0, 0.0, 2.0, 0.0};
 
 const std::vector<Operation_>& operations() {
   static const std::vector<Operation_> list = {
-      {"predict", [](const Twins&, Plan& p, void* s) { p.predict({}, terms_of(p), p.outs[0], s); },
+      {"predict", [](const Twins&, Plan& p, void* s) { p.predict(sgd, terms_of(p), p.outs[0], s); },
        true, true},
       {"predict of Adam",
        [](const Twins&, Plan& p, void* s) { p.predict(adam(p), terms_of(p), p.outs[1], s); }, true},
@@ -285,21 +289,21 @@ const std::vector<Operation_>& operations() {
        [](const Twins& t, Plan& p, void* s) {
          Plan::Terms terms = terms_of(p);
          terms[0] = {kAheadByRate};
-         with_rate(t, p, [&] { p.predict({}, terms, p.outs[0], s); });
+         with_rate(t, p, [&] { p.predict(sgd, terms, p.outs[0], s); });
        },
        true, true},
       {"predict in place",
-       [](const Twins&, Plan& p, void* s) { p.predict({}, terms_of(p), p.params, s); }},
+       [](const Twins&, Plan& p, void* s) { p.predict(sgd, terms_of(p), p.params, s); }},
       {"stash", [](const Twins&, Plan& p, void* s) { p.copy(p.params, p.stashed, s); }, true},
       {"write out", [](const Twins&, Plan& p, void* s) { p.copy(p.params, p.outs[0], s); }, true},
       {"swap", [](const Twins&, Plan& p, void* s) { p.swap_(s); }},
       {"stash and predict",
-       [](const Twins&, Plan& p, void* s) { p.stash_predict_({}, terms_of(p), s); }},
+       [](const Twins&, Plan& p, void* s) { p.stash_predict_(sgd, terms_of(p), s); }},
       {"extrapolate", [](const Twins&, Plan& p, void* s) { p.extrapolate(2.0, p.outs[1], s); },
        true},
       {"SGD step",
        [](const Twins&, Plan& p, void* s) {
-         p.sgd_step_({settings_of(p), {{0, terms_of(p)}, {1, terms_of(p, 0.3)}}}, {}, true, s);
+         p.step(Op::sgd_step, {settings_of(p), {{0, terms_of(p)}, {1, terms_of(p, 0.3)}}}, s);
        }},
       {"SGD step, a learning rate in memory",
        [](const Twins& t, Plan& p, void* s) {
@@ -308,30 +312,32 @@ const std::vector<Operation_>& operations() {
          Plan::Terms terms = terms_of(p);
          terms[0] = {kAheadByRate};
          with_rate(t, p,
-                   [&] { p.sgd_step_({settings, {{0, terms}, {1, terms_of(p)}}}, {}, true, s); });
+                   [&] { p.step(Op::sgd_step, {settings, {{0, terms}, {1, terms_of(p)}}}, s); });
        }},
       {"SGD step without momentum",
-       [](const Twins&, Plan& p, void* s) { p.sgd_step_({settings_of(p)}, {}, false, s); }},
+       [](const Twins&, Plan& p, void* s) { p.step(Op::sgd_plain, {settings_of(p)}, s); }},
       {"SGD step with options",
        [](const Twins& t, Plan& p, void* s) {
          std::vector<uint8_t> first(p.size());
          for (size_t i = 0; i < first.size(); ++i) first[i] = i % 2;
          const Plan::Prediction far{0, far_terms(p, 1)}, near{1, terms_of(p)};
-         p.sgd_step_({settings_of(p), {near, far}, t.options_of(p, false)}, first, true, s);
+         p.step(Op::sgd_step, {settings_of(p), {near, far}, t.options_of(p, false), first}, s);
        }},
       {"Adam step with options",
        [](const Twins& t, Plan& p, void* s) {
          const Plan::Prediction far{1, far_terms(p, 3)};
          p.copy(p.params, p.grads, s);  // the last step has set them to zero
-         p.adam_step_({settings_of(p), {far}, t.options_of(p, false)}, s);
+         p.step(Op::adam_step, {settings_of(p), {far}, t.options_of(p, false)}, s);
        }},
       {"skipped step",
        [](const Twins& t, Plan& p, void* s) {
          p.copy(p.params, p.grads, s);
-         p.adam_step_({settings_of(p), {{0, terms_of(p)}}, t.options_of(p, true)}, s);
+         p.step(Op::adam_step, {settings_of(p), {{0, terms_of(p)}}, t.options_of(p, true)}, s);
        }},
-      {"Adam step", [](const Twins&, Plan& p,
-                       void* s) { p.adam_step_({settings_of(p), {{0, terms_of(p)}}}, s); }},
+      {"Adam step",
+       [](const Twins&, Plan& p, void* s) {
+         p.step(Op::adam_step, {settings_of(p), {{0, terms_of(p)}}}, s);
+       }},
   };
   return list;
 }
@@ -355,7 +361,7 @@ TEST(Kernels, WriteTheBitsOfTheBaselines) {
   const stand_in::Access access;  // from the host as well
   int compiled = 0;
   for (const ElementTypes& t : all) {
-    if (find_cpu_kernel({Operation::sgd_momentum, t.w, t.g, t.s, t.o}) == nullptr) continue;
+    if (find_cpu_kernel({Operation::sgd_step, t.w, t.g, t.s, t.o}) == nullptr) continue;
     ++compiled;
     for (int set = 0; set <= stand_in::instruction_sets(); ++set) {
       for (const int seed : {0, 1, 2}) {
@@ -392,7 +398,7 @@ TEST(Kernels, WriteTheBitsOfTheBaselines) {
 TEST(Cuda, LongListsAreOneLaunchFromTheirThirdUseOn) {
   Twins twins(1, kLong);
   for (int use = 0; use < 4; ++use) {
-    twins.twin->predict({}, terms_of(*twins.twin), twins.twin->outs[0], twins.stream());
+    twins.twin->predict(sgd, terms_of(*twins.twin), twins.twin->outs[0], twins.stream());
     EXPECT_TRUE(use == 1 || (twins.twin->last_launches() == 1) == (use > 1));
   }
 }

@@ -1,0 +1,83 @@
+// The operations, a row each. To add one: write its rule in rules/, include it here, and add a row.
+// Plans, launchers and the Python module read everything else from here.
+#pragma once
+
+#include <cstdint>
+
+#include "rules/adam.h"
+#include "rules/copy.h"
+#include "rules/extrapolate.h"
+#include "rules/sgd.h"
+
+// X(name, companion, types, rule)
+//
+// name: a rule of hyperparameters in operators/numbers.py, called "sgd", say, has sgd_step and, for
+//   predictions, sgd_predict; and sgd_plain, if it has steps without momentum.
+// companion: of a step, what writes predictions in a pass of their own; of a prediction, what also
+//   stashes in the same pass; none: nothing does.
+// types: a list of instances.h, the types that the operation is compiled for.
+// rule: by the types of weights W, gradients G, state S and outputs O.
+// Each of these three lists is a unit for nvcc.
+#define SPECTRAIN_COPIES(X)            \
+  X(copy, none, Widths, Copy<W>)       \
+  X(cast, none, Narrowing, Cast<W, O>) \
+  X(swap, none, Widths, Swap<W>)       \
+  X(extrapolate, none, WeightTypes, Extrapolate<W>)
+
+#define SPECTRAIN_SGD(X)                                               \
+  X(sgd_plain, none, PlainTypes, SgdPlain<W, G>)                       \
+  X(sgd_step, sgd_predict, AllTypes, SgdStep<W, G, S, O>)              \
+  X(sgd_predict, sgd_stash_predict, PredictTypes, SgdPredict<W, S, O>) \
+  X(sgd_stash_predict, none, Uniform, SgdStashPredict<W, S>)
+
+#define SPECTRAIN_ADAM(X)                                    \
+  X(adam_step, adam_predict, AllTypes, AdamStep<W, G, S, O>) \
+  X(adam_predict, none, PredictTypes, AdamPredict<W, S, O>)
+
+#define SPECTRAIN_OPERATIONS(X) SPECTRAIN_COPIES(X) SPECTRAIN_SGD(X) SPECTRAIN_ADAM(X)
+
+namespace spectrain {
+
+#define SPECTRAIN_ROW(name, ...) name,
+enum class Operation : uint8_t { SPECTRAIN_OPERATIONS(SPECTRAIN_ROW) none };
+#undef SPECTRAIN_ROW
+
+// The types of weights, gradients, state and outputs.
+template <class W, class G, class S, class O>
+struct Types {};
+template <class T>
+using Same = Types<T, T, T, T>;
+
+template <Operation, class T>
+struct RuleOf;
+#define SPECTRAIN_ROW(name, companion, types, ...)    \
+  template <class W, class G, class S, class O>       \
+  struct RuleOf<Operation::name, Types<W, G, S, O>> { \
+    using type = __VA_ARGS__;                         \
+  };
+SPECTRAIN_OPERATIONS(SPECTRAIN_ROW)
+#undef SPECTRAIN_ROW
+template <Operation operation, class T>
+using rule_of = typename RuleOf<operation, T>::type;
+
+struct OperationRow {
+  const char* name;
+  Operation companion;
+  const char* columns;  // of its rule, as the rest
+  bool reads_rate, has_outs;
+};
+
+template <class Rule>
+constexpr OperationRow row(const char* name, Operation companion) {
+  return {name, companion, Rule::columns, Rule::reads_rate, Rule::has_outs};
+}
+
+inline const OperationRow& row_of(Operation operation) {
+#define SPECTRAIN_ROW(name, companion, types, ...) \
+  row<rule_of<Operation::name, Same<float>>>(#name, Operation::companion),
+  static constexpr OperationRow rows[] = {SPECTRAIN_OPERATIONS(SPECTRAIN_ROW)};
+#undef SPECTRAIN_ROW
+  return rows[static_cast<int>(operation)];
+}
+
+}  // namespace spectrain

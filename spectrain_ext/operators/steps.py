@@ -1,0 +1,212 @@
+"""Steps of update rules: each function here is a rule's row.
+
+A row declares arguments, and its body is empty. From it `step` makes the function's call, the
+method of that name of a `Plan`, and torch's operator. A new rule's hyperparameters, a subclass of
+`Hyperparameters`, may stand above its row; csrc/kernels/operations.h has the row of its kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, Unpack
+
+from .calls import (
+    ROLES,
+    Gradients,
+    Lists,
+    Role,
+    StepOptions,
+    StepRow,
+    Tensors,
+    Written,
+    first_steps,
+)
+from .laws import Horizon
+from .library import operator
+from .numbers import Adam, Hyperparameters, Sgd
+from .plan import add_step
+
+Function = TypeVar("Function", bound=Callable[..., None])
+
+
+def step(rule: type[Hyperparameters]) -> Callable[[Function], Function]:
+    """Return a decorator that makes a declared function the step of an update rule.
+
+    Its arguments have these names: `params`, `grads` and the rule's state (`ROLES`), the rule's
+    hyperparameters, `predict`, `stream`, `first_step` if the rule has one, and `**options`.
+    """
+
+    def made(function: Function) -> Function:
+        row = StepRow(rule, function)
+
+        def call(args: tuple[Any, ...], given: dict[str, Any]) -> None:
+            function(*args, **given)  # the body is empty: Python checks the arguments
+            named = [given.pop(name) for name in row.lists[len(args) :]]
+            predict, stream = given.pop("predict", ()), given.pop("stream", None)
+            first_step = given.pop("first_step", False) if row.takes_first_step else False
+            numbers, options = row.split(given)
+            params, *columns = *args, *named
+            lists = Lists(params, "params", writes=True)
+            for name, column in zip(row.lists[1:], columns, strict=True):
+                if column is not None or name not in row.optional:
+                    writes = name != "grads" or bool(options.get("zero_grad"))
+                    lists.add(ROLES[name], name, column, writes=writes)
+            horizons = _add_outs(lists, predict)
+            plan = lists.plan()
+            first = first_steps(first_step, len(lists.params))
+            arguments = row.arguments(numbers, 1, horizons, first)
+            plan.step(*arguments, first, options, stream)
+            without_momentum = arguments[0].endswith("_plain")
+            lists.bump(untouched=Role.MOMENTUM if without_momentum else None)
+
+        add_step(row)
+        return operator(function, call)
+
+    return made
+
+
+def _add_outs(lists: Lists, predict: Sequence[tuple[Horizon, Tensors]]) -> list[Horizon]:
+    horizons: list[Horizon] = []
+    for j, pair in enumerate(predict):
+        if not isinstance(pair, Sequence) or len(pair) != 2:
+            raise TypeError(f"predict[{j}]: expected a pair (steps, out), got {pair!r}")
+        if pair[0] is None:
+            raise TypeError(f"predict[{j}]: expected a number of steps or a law, got None")
+        horizons.append(pair[0])
+        lists.add(Role.OUT, f"predict[{j}].out", pair[1], writes=True)
+    return horizons
+
+
+@step(Sgd)
+def sgd_step_(
+    params: Written,
+    grads: Gradients,
+    momentum_buffers: Written | None,
+    *,
+    lr: float,
+    momentum: float,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    maximize: bool = False,
+    decoupled_weight_decay: bool = False,
+    smoothed: bool = False,
+    first_step: bool | Sequence[bool] = False,
+    predict: Sequence[tuple[Horizon, Tensors]] = (),
+    stream: Any = None,
+    **options: Unpack[StepOptions],
+) -> None:
+    """Make one step of torch.optim.SGD and write predictions of the new weights, in one pass.
+
+    The arithmetic, with fused multiply-adds::
+
+        d = g (or -g with maximize) + weight_decay*W
+        v = momentum*v + (1 - dampening)*d        (first_step: v = d)
+        W = W - lr*v                              (nesterov: W - lr*d - lr*momentum*v)
+        out_j = W - lr*steps_j*v                  for every (steps_j, out_j) in predict
+
+    With `smoothed`, v = momentum*v + (1 - momentum)*d, as in the SpecTrain paper. With
+    `decoupled_weight_decay`, d = g and W shrinks by 1 - lr*weight_decay before the step.
+
+    Predictions use the stored values, so they have the same bits as a later `predict`.
+
+    Args:
+        params: W.
+        grads: g, of the parameters' dtype. A tensor whose entry is None is not updated, and its
+            outs receive W.
+        momentum_buffers: v; may be None if momentum == 0, and is not touched then.
+        lr: learning rate, >= 0; a CUDA tensor of one element is read when the kernel runs.
+        momentum: factor of the old buffer, >= 0.
+        dampening: dampening of the gradient in the buffer.
+        weight_decay: L2 penalty, >= 0.
+        nesterov: Nesterov momentum; needs momentum > 0 and dampening == 0.
+        maximize: maximize the objective instead of minimizing it.
+        first_step: a bool, or one per tensor: the buffer becomes the gradient, as in torch when
+            there is no buffer yet. The old content of the buffer is not used. With dampening or
+            `smoothed`, a second-order prediction needs the same for all tensors.
+        predict: pairs of a horizon in updates (>= 0) or a law, and outputs like the parameters.
+        grad_scale, found_inf, clip_factor: one float32 element each, on the parameters' device;
+            the host does not wait for them. g is multiplied by clip_factor / grad_scale. If
+            found_inf is not 0, nothing is written: neither weights, buffers (a first step stays
+            one) nor outs. The quotient is computed in double and rounded to the arithmetic type.
+            torch's fused optimizers divide every gradient instead: the same bits if the scale is
+            a power of two, equal up to rounding otherwise.
+        zero_grad: set the gradients to zero in the same pass, after the step and its predictions
+            have read them. Also if found_inf skips the step, because the next backward accumulates
+            into them. The gradients must not share memory.
+        rounding_seed: round bfloat16 weights stochastically, with a probability proportional to
+            the distance, so that small updates survive on average without float32 master weights.
+            Buffers and predictions are rounded to nearest; predictions use the rounded W. The bits
+            depend only on the seed (a 64-bit int) and the element's position in the concatenated
+            tensors of the call; they are the same on every device. Use a new seed for every step.
+        stream: CUDA stream; None: the current one.
+
+    Example:
+        >>> weights, gradients, momentum = torch.ones(2), torch.ones(2), torch.zeros(2)
+        >>> ahead = torch.empty(2)
+        >>> st.sgd_step_(weights, gradients, momentum, lr=0.25, momentum=0.5, predict=[(2, ahead)])
+        >>> weights, ahead
+        (tensor([0.7500, 0.7500]), tensor([0.2500, 0.2500]))
+    """
+
+
+@step(Adam)
+def adam_step_(
+    params: Written,
+    grads: Gradients,
+    exp_avgs: Written,
+    exp_avg_sqs: Written,
+    *,
+    lr: float,
+    step: int,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled_weight_decay: bool = False,
+    maximize: bool = False,
+    momentum_decay: float | None = None,
+    mu_product: float = 1.0,
+    predict: Sequence[tuple[Horizon, Tensors]] = (),
+    stream: Any = None,
+    **options: Unpack[StepOptions],
+) -> None:
+    """Make one step of Adam, AdamW or NAdam and write predictions, in one pass over memory.
+
+    The arithmetic of torch.optim, with fused multiply-adds::
+
+        d = g (or -g with maximize) + weight_decay*W          (AdamW: d = g, W shrinks first)
+        m = beta1*m + (1 - beta1)*d
+        u = beta2*u + (1 - beta2)*d*d
+        W = W - lr/(1 - beta1^step) * m / (sqrt(u)/sqrt(1 - beta2^step) + eps)
+        out_j = W - lr*steps_j/(1 - beta1^step) * m / (the same)   for every (steps_j, out_j)
+
+    Args:
+        params: W.
+        grads: g; bfloat16 or float16 for float32 (master) weights is allowed. A tensor whose entry
+            is None is not updated, and its outs receive W.
+        exp_avgs: m; like W, or float32 for 16-bit weights.
+        exp_avg_sqs: u, of the dtype of m.
+        lr: learning rate, >= 0.
+        step: number of this update, counted from 1.
+        betas: (beta1, beta2), each in [0, 1).
+        eps: >= 0.
+        weight_decay: L2 penalty, or AdamW's decay with `decoupled_weight_decay`.
+        decoupled_weight_decay: AdamW.
+        maximize: maximize the objective instead of minimizing it.
+        momentum_decay: selects NAdam (torch's schedule of mu); usually 4e-3.
+        mu_product: NAdam's product of mu_1 to mu_step.
+        predict: pairs of a horizon (in updates, or a law of `spectrain_ext.laws`) and outputs like
+            the parameters; bfloat16 or float16 is allowed for float32 parameters. Predictions use
+            the stored values.
+        grad_scale, found_inf, clip_factor: as in `sgd_step_`. A skipped step is not counted: the
+            next one has the same number.
+        zero_grad, rounding_seed: as in `sgd_step_`.
+        stream: CUDA stream; None: the current one.
+
+    Example:
+        >>> weights, gradients = torch.ones(2), torch.ones(2)
+        >>> m, u, ahead = torch.zeros(2), torch.zeros(2), torch.empty(2)
+        >>> st.adam_step_(weights, gradients, m, u, lr=0.25, step=1, predict=[(1, ahead)])
+        >>> weights, ahead
+        (tensor([0.7500, 0.7500]), tensor([0.5000, 0.5000]))
+    """
