@@ -20,7 +20,7 @@ from spectrain_ext.pipeline.edges import TIED, Traffic
 from spectrain_ext.pipeline.losses import Losses, Result, mean_of
 from spectrain_ext.pipeline.passes import Handler, Pass
 from spectrain_ext.pipeline.phases import widest
-from spectrain_ext.pipeline.processes import Depth, Ends
+from spectrain_ext.pipeline.processes import Depth, Ends, Processes
 from spectrain_ext.pipeline.run import Run
 from spectrain_ext.pipeline.stage import Stage
 from spectrain_ext.pipeline.stage_run import StageRun
@@ -42,10 +42,9 @@ from .ends import RemoteReceiver, RemoteSender
 from .links import Links, RankGroup, backend_of_bodies, open_links, open_rank_group
 
 
-class Ranks:
+class Ranks(Processes):
     """The ranks of a process group, each with some stages or one replica of a stage."""
 
-    indices: Sequence[int]
     receives_block = True
     _links: Links
     _all_ranks: RankGroup | None = None
@@ -61,8 +60,8 @@ class Ranks:
         clip_norm: float | None,
         settings: Mapping[str, Any],  # others that all ranks must share
     ) -> None:
-        self.replicas, self._passes = replicas, passes
-        self.indices = replicas.stages_on(board.rank)
+        super().__init__(replicas, replicas.stages_on(board.rank))
+        self._passes = passes
         self.takes_batches = board.rank == 0  # rank 0 also decides the length of a run
         self.own_minibatches = any(each.own_minibatches for each in passes)
         self.replica = replicas.stage_and_replica(board.rank)[1]

@@ -204,7 +204,7 @@ class Compute:
         writes = (slot.buffer, stage.module_buffers, tape.buffer)
         with (
             stage.computing(writes=writes, weights=True),
-            NOTHING if graph and torch.is_grad_enabled() else torch.set_grad_enabled(graph),
+            _grad_mode(graph),
             RNG_LOCK,
             self._numbers,
             self._follows,
@@ -299,7 +299,7 @@ class Compute:
         tape.arrived, tape.target = targets.slot, targets.parts[j]
         with (
             stage.computing(writes=(tape.arrived.buffer, tape.buffer)),
-            torch.set_grad_enabled(graph),
+            _grad_mode(graph),
             RNG_LOCK,
             stage.random,
             self._follows,
@@ -483,6 +483,11 @@ class Compute:
     def _send_word(self, i: int, j: int) -> None:
         edge = self._edges.to_previous[j]
         edge.send(Message(()), Buffer("nothing"), self._stage.computed)
+
+
+def _grad_mode(graph: bool) -> AbstractContextManager[object]:
+    # Most callers have autograd enabled; setting it again takes 1 us.
+    return NOTHING if graph and torch.is_grad_enabled() else torch.set_grad_enabled(graph)
 
 
 def _versions(message: Message) -> list[int]:

@@ -17,14 +17,13 @@ from spectrain_ext.method import (
     Method,
     Window,
     find_method,
-    in_words,
     phase_places,
     phases_of,
     put_off_by,
 )
 from spectrain_ext.optim.state import refuse_call
 from spectrain_ext.rng import StageRandom
-from spectrain_ext.schedule import Place, Rules, find_generator, flushes
+from spectrain_ext.schedule import Place, Replicas, Rules, find_generator, flushes
 from spectrain_ext.threads import warn_of_threads
 from spectrain_ext.transport import callers_stream
 from spectrain_ext.transport.message import each
@@ -55,7 +54,7 @@ from .names import use_model_names
 from .observer import Observer, observers_of, observing
 from .passes import Pass, checked_passes, hooks
 from .phases import TrainingPhase, set_up, widest
-from .processes import Alone, Processes
+from .processes import Processes
 from .run import Work
 from .stage import Stage
 from .tape import ModuleModes
@@ -143,7 +142,8 @@ class Pipeline(Loops):
             # Check everything before moving anything.
             modules = checked_stages(stages)
             chosen = find_method(method)
-            processes: Processes = self._processes or Alone(len(modules))
+            n = len(modules)
+            processes = self._processes or Processes(Replicas((1,) * n), range(n))
             own_passes = checked_passes(passes, chosen)
             replicas = processes.replicas
             here = dict(zip(processes.indices, modules, strict=True))
@@ -215,9 +215,12 @@ class Pipeline(Loops):
                 weights.updater.order_by(self._executor.callers_turn)
 
     def _log(self, clip_norm: float | None) -> None:
-        like = next((weights.optimizer for weights in self._trained), None)
-        said = (in_words(phase.method, phase.places, like) for phase in self._phases)
-        _logger.info("%s", "; then ".join(said))
+        if _logger.isEnabledFor(logging.INFO):
+            from spectrain_ext.method import in_words
+
+            like = next((weights.optimizer for weights in self._trained), None)
+            phases = (in_words(phase.method, phase.places, like) for phase in self._phases)
+            _logger.info("%s", "; then ".join(phases))
         if clip_norm is not None:
             scopes = ["all stages" if phase.globally else "each stage" for phase in self._phases]
             _logger.info("gradients are clipped by the norm of %s", ", then ".join(scopes))

@@ -1,10 +1,10 @@
-"""Defines what a run asks of the processes that a pipeline spans; here, for a single one."""
+"""Defines ``Processes``: what a run asks of the processes that a pipeline spans."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -32,15 +32,16 @@ Ends = tuple[Traffic, int | None, int]
 Depth = Callable[[Traffic, int, int], int]
 
 
-class Processes(Protocol):
-    """The processes of a pipeline, seen from one of them."""
+class Processes:
+    """What a run asks of the processes that the pipeline spans: here, of a single one."""
 
-    replicas: Replicas  # of all stages
-    replica: int  # the one here
-    indices: Sequence[int]  # the stages of this process
-    takes_batches: bool  # whether the caller's batches come in at this process
-    own_minibatches: bool  # whether each replica trains on its own minibatches
-    receives_block: bool  # a stage then loads weights before it receives
+    replica = 0  # of its stages, the one that is here
+    takes_batches = True  # whether the caller's batches come in at this process
+    own_minibatches = False  # whether each replica trains on its own minibatches
+    receives_block = False  # a stage then loads weights before it receives
+
+    def __init__(self, replicas: Replicas, indices: Sequence[int]) -> None:
+        self.replicas, self.indices = replicas, indices  # of all stages; the stages that are here
 
     def connect(
         self,
@@ -52,39 +53,49 @@ class Processes(Protocol):
         exchanges_norms: bool,  # whether a phase needs ``norm``
     ) -> Sequence[TiedStages]:
         """Check what all processes must agree on; return all ties of the pipeline."""
+        check_hidden([hidden_use(stage.weights for stage in stages)])
+        return ties_of(each.member for each in copies)
 
     def remote_ends(
         self, stages: Mapping[int, Stage], depth: Depth, evaluates: bool
     ) -> dict[Ends, Any]:
         """Return new ends of the edges to other processes: senders and receivers."""
+        return {}
 
     def norm(self) -> GlobalNorm:
         """Return what exchanges gradient norms in one run."""
+        return GlobalNorm(self.replicas.stages)
 
     def largest(self, number: float) -> float:
         """Return the largest of the numbers that a stage's replicas give."""
+        return number
 
     def exchange(self, message: Tensor) -> Callable[[], Sequence[Tensor]]:
         """Begin to send a message to a stage's replicas; the call waits for theirs, in order."""
+        return lambda: [message]
 
     # A run.
 
     def during(self, wires: Wires) -> AbstractContextManager[None]:
         """Return a context for a run."""
+        return nullcontext()
 
     def order(
         self, schedule: Generator, places: list[Place]
     ) -> Iterator[tuple[int, Instruction]] | None:
         """Return an endless order of the stages' instructions; None: the stages take turns."""
+        return None
 
     def begin(self, run: Run) -> None:
         """Called when all stages have begun a run."""
 
     def handlers(self, run: Run, stage: StageRun) -> Mapping[Kind, Handler]:
         """Return what a stage does for other processes."""
+        return {}
 
     def announce(self, run: Run, stage: Stage) -> Callable[[Kind, int, int], None] | None:
-        """Return what is called with each instruction that begins."""
+        """Return what is called with each step that begins."""
+        return None
 
     def yields(self, result: Result) -> None:
         """Called before the caller gets a result."""
@@ -94,61 +105,3 @@ class Processes(Protocol):
 
     def end(self) -> None:
         """Called when a run has ended or failed; may be repeated."""
-
-
-class Alone:
-    """All stages are in this process."""
-
-    indices: Sequence[int]
-    replica, takes_batches, own_minibatches, receives_block = 0, True, False, False
-
-    def __init__(self, stages: int) -> None:
-        self.replicas, self.indices = Replicas((1,) * stages), range(stages)
-
-    def connect(
-        self,
-        stages: Sequence[Stage],
-        of_phases: Sequence[list[Place]],
-        method: Method,
-        copies: Sequence[Copy],
-        counted: bool,
-        exchanges_norms: bool,
-    ) -> Sequence[TiedStages]:
-        check_hidden([hidden_use(stage.weights for stage in stages)])
-        return ties_of(each.member for each in copies)
-
-    def remote_ends(
-        self, stages: Mapping[int, Stage], depth: Depth, evaluates: bool
-    ) -> dict[Ends, Any]:
-        return {}
-
-    def norm(self) -> GlobalNorm:
-        return GlobalNorm(self.replicas.stages)
-
-    def largest(self, number: float) -> float:
-        return number
-
-    def exchange(self, message: Tensor) -> Callable[[], Sequence[Tensor]]:
-        return lambda: [message]
-
-    def during(self, wires: Wires) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def order(
-        self, schedule: Generator, places: list[Place]
-    ) -> Iterator[tuple[int, Instruction]] | None:
-        return None
-
-    def begin(self, run: Run) -> None: ...
-
-    def handlers(self, run: Run, stage: StageRun) -> Mapping[Kind, Handler]:
-        return {}
-
-    def announce(self, run: Run, stage: Stage) -> Callable[[Kind, int, int], None] | None:
-        return None
-
-    def yields(self, result: Result) -> None: ...
-
-    def close(self, run: Run) -> None: ...
-
-    def end(self) -> None: ...

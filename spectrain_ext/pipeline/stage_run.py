@@ -57,7 +57,9 @@ class StageRun:
             stage.hold_weights(self._before)
             self._steps.append(updates.handlers())
             weights = stage.weights
-            if weights is not None and weights.storage is not None:
+            # On the CPU nothing needs to wait for the update that has written the weights.
+            loads = not (stage.immediate and weights is not None and weights.versions.loads_nothing)
+            if weights is not None and weights.storage is not None and loads:
                 self._steps.append(Loads(stage, weights, weights.storage).handlers())
         of_passes = [each.begin(self) for each in stage.passes]
         self.compute.begin()

@@ -58,6 +58,13 @@ class Versions(Reader[Content]):
 
     # Buffers.
 
+    @property
+    def loads_nothing(self) -> bool:
+        """Whether all instructions compute with the newest weights, in the only buffer."""
+        storage, rules = self._storage, self.rules
+        only = storage.master is None and len(storage.pool) == 1
+        return only and self._reads_newest and rules.backward == "current" and not rules.once
+
     def find(self, content: Content) -> VersionBuffer | None:
         """Return the buffer that holds these weights; None: they must be written."""
         for buffer in self._storage.pool:
