@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import GEN_RUNNING, GEN_SUSPENDED, getgeneratorstate
-from weakref import ref
+from weakref import WeakSet, ref
 
 from spectrain_ext.errors import make_all, noted_on
 from spectrain_ext.interrupts import callers, deferred
@@ -17,6 +18,8 @@ from .run import Run, Work
 from .stage import Stage
 from .wires import Wires
 
+_made: WeakSet[Executor] = WeakSet()  # of all pipelines
+
 
 class Executor:
     """The stages of this process and the wires between them: for trainings, or for evaluations."""
@@ -26,6 +29,7 @@ class Executor:
         self._results: ref[Generator[Result, None, None]] | None = None  # of the last run
         self._now: Run | None = None  # until it has ended
         self._begun = 0  # by the last run
+        _made.add(self)
 
     # A run.
 
@@ -163,3 +167,12 @@ class Executor:
         self.let_caller_follow()
         yield
         self.follow_caller()
+
+
+@atexit.register
+def _close_runs() -> None:
+    """Finish what is in flight: torch aborts a process that ends with graphs of a suspended run."""
+    for executor in list(_made):
+        results = None if executor._results is None else executor._results()
+        if results is not None and not executor.wires.remote:  # other ranks may be gone
+            results.close()

@@ -179,7 +179,7 @@ class Pipeline(Loops):
                 Stage(k, module, device, weights, *more, blocks.get(k))
                 for (k, module), device, weights in zip(here.items(), where, made, strict=True)
             ]
-            self._made, self._entered = made, self._phases[0]
+            self._weights, self._entered = made, self._phases[0]
             try:
                 for copy in self._copies:
                     copy.bind()
@@ -511,12 +511,8 @@ class Pipeline(Loops):
     # What it holds.
 
     @property
-    def _weights(self) -> list[StageWeights | None]:
-        return self._made
-
-    @property
     def _trained(self) -> list[StageWeights]:
-        return [weights for weights in self._made if weights is not None]
+        return [weights for weights in self._weights if weights is not None]
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:

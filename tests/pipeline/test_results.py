@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -237,3 +239,20 @@ def test_a_loss_counts_for_all_microbatches_or_for_none():
 
     with pytest.raises(st.StageError, match="for all microbatches"):
         list(made(loss_fn=alternating).run(data_without(batches=1)))
+
+
+@pytest.mark.processes
+def test_a_process_may_end_in_the_middle_of_a_run():
+    """Torch 2.13 aborted it, as it freed the graphs of microbatches in flight."""
+    program = """
+import torch
+import spectrain_ext as st
+
+stages = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(4)]
+sgd = lambda params: st.optim.SGD(params, lr=0.1, momentum=0.9)
+pipe = st.Pipeline(stages, sgd, torch.nn.functional.mse_loss, microbatches=8)
+run = pipe.run([(torch.ones(16, 4), torch.ones(16, 4))] * 20)
+next(run)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
