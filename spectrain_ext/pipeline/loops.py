@@ -139,7 +139,7 @@ class Loops(nn.Module):
             keep: as for ``run``.
             progress: shows minibatches, a recent loss, the speed and, if ``len(batches)`` is known,
                 the time left on stderr: a bar in a terminal, elsewhere a line every 10 seconds.
-                With several processes rank 0 shows it, with a loss if ``share_loss`` is set.
+                With several processes rank 0 shows it, with a loss under ``ShareLoss``.
 
         Returns:
             The mean loss of every epoch over its minibatches, weighted by ``count`` where there is
