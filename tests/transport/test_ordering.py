@@ -190,12 +190,10 @@ def waits_of(run, dropped=None):
 
 # Waits that other events already imply in these runs.
 REDUNDANT = {
-    # A forward's load follows an update, which has waited.
-    ("_load", "load_forward"),
     # A stage's results are known from the updates of its neighbours.
     ("let_caller_follow", "_mend"),
     # Nothing is in a word.
-    ("send", "send_word"),
+    ("send", "_send_word"),
 }
 
 
