@@ -228,7 +228,8 @@ class Compute:
             if not graph and self._trains:
                 learns = stage.weights is not None or any(message.differentiable)
                 tape.message = tape.message.with_gradient(learns)
-        note_read(stage)
+        if not stage.immediate:
+            note_read(stage)
         self._tapes[i, j] = tape
         if self._trains:
             if len(self._tapes) > stage.peak:
@@ -391,7 +392,8 @@ class Compute:
         # A recomputed graph is differentiated as a whole: it should not live until the second half.
         halves = not self._stage.recomputes and self._stage.blocks is None
         tape.rest = self._differentiate(i, j, tape, halves)
-        note_read(self._stage)
+        if not self._stage.immediate:
+            note_read(self._stage)
 
     def _backward_weights(self, i: int, j: int) -> None:
         stage, tape = self._stage, self._tapes.pop((i, j))
@@ -405,7 +407,8 @@ class Compute:
     def _finish(self, i: int, j: int, tape: Tape) -> None:
         stage, edges = self._stage, self._edges
         stage.compute.writes(tape.buffer)  # freed
-        note_read(stage)
+        if not stage.immediate:
+            note_read(stage)
         edges.inputs[j].free(tape.slot)
         if edges.gradients:
             edges.gradients[j].free(tape.arrived)

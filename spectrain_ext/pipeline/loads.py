@@ -54,14 +54,13 @@ class Loads:
         reads = stage.optimizer_state, storage.true.memory
         with stage.predict.using(reads=reads, writes=(buffer.memory,)):
             storage.write(content, buffer)
-        note_written(stage, buffer)
+        if not stage.immediate:
+            note_written(stage, buffer)
         return buffer
 
 
 def note_written(stage: Stage, *buffers: VersionBuffer) -> None:
-    """Record that these were written on the prediction stream."""
-    if stage.immediate:
-        return
+    """Record that these were written on the prediction stream, which is not the CPU's."""
     for buffer in buffers:
         if buffer.written is None:
             buffer.written = stage.predict.event()
@@ -72,8 +71,6 @@ def note_written(stage: Stage, *buffers: VersionBuffer) -> None:
 
 def note_read(stage: Stage) -> None:
     """Record that computation has read the weights that the module has now."""
-    if stage.immediate:
-        return
     stage.compute.record(stage.computed)
     if stage.storage is not None:
         buffer = stage.storage.bound

@@ -27,19 +27,19 @@ DOCUMENTED = {
 
 #: Whoever gets below a ceiling lowers it. Raising one takes a sentence in CHANGELOG.md.
 CEILINGS = {
-    "package, lines": 32120,
-    "package, files": 130,
-    "core, lines": 14348,
-    "core, files": 58,
-    "csrc, lines": 5174,
-    "bench, lines": 7287,
+    "package, lines": 33149,
+    "package, files": 143,
+    "core, lines": 14263,
+    "core, files": 63,
+    "csrc, lines": 5171,
+    "bench, lines": 7288,
     "studies, lines": 4995,
-    "tests, lines": 36311,
-    "tests that import inner modules": 15,
-    "manual, words": 25556,
-    "arguments of Pipeline": 17,
-    "arguments of DistributedPipeline": 23,
-    "names in spectrain_ext": 42,
+    "tests, lines": 36564,
+    "tests that import inner modules": 14,
+    "manual, words": 25922,
+    "arguments of Pipeline": 15,
+    "arguments of DistributedPipeline": 19,
+    "names in spectrain_ext": 43,
 }
 
 
