@@ -262,7 +262,7 @@ def _senders(wires: Wires) -> list[RemoteSender]:
 
 def _receive_ends(wires: Wires, stage: StageRun) -> None:
     """Receive the end of every edge into a stage, then end its gradient edges."""
-    k, ended_by = stage.stage.index, stage.edges.ended_by
+    k, ended_by = stage.stage.index, stage.compute.ended_by
     for receiver in _receivers(wires):
         link = receiver.link
         if link.stages[1] != k or link.what is Traffic.INPUTS or receiver is ended_by:

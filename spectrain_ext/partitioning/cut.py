@@ -12,7 +12,6 @@ from itertools import accumulate, pairwise, zip_longest
 from numbers import Integral
 from typing import Any, Protocol
 
-from spectrain_ext.files import read_json
 
 from .profile import BlockProfile, Profile, Tie, made_of, one_each
 
@@ -345,6 +344,8 @@ def planned_cut(plan: str | os.PathLike[str] | Mapping[str, Any] | HasDocument) 
     """Read a plan's document or file; a ValueError names the fault."""
     where = "plan"
     if isinstance(plan, (str, os.PathLike)):
+        from spectrain_ext.files import read_json
+
         where = f"plan: {os.fspath(plan)}"
         document = read_json(plan, _LARGEST)
     elif isinstance(plan, Mapping):

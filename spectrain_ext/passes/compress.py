@@ -151,15 +151,15 @@ def _packed(codec: Any, tensor: Tensor, backward: bool, key: tuple[int, ...]) ->
 
 
 def _unpacked(codec: Codec, packed: Tensor, like: Tensor, backward: bool) -> Tensor:
-    found = codec.unpack(packed, like, backward)
-    if not isinstance(found, Tensor):
-        raise TypeError(f"codec: expected a tensor of {codec!r}, got a {type(found).__name__}")
-    if _description(found, found.device) != _description(like, packed.device):
+    tensor = codec.unpack(packed, like, backward)
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"codec: expected a tensor of {codec!r}, got a {type(tensor).__name__}")
+    if _description(tensor, tensor.device) != _description(like, packed.device):
         raise ValueError(
             f"codec: expected {_description(like, packed.device)} of {codec!r}, got "
-            f"{_description(found, found.device)}"
+            f"{_description(tensor, tensor.device)}"
         )
-    return found
+    return tensor
 
 
 def _description(tensor: Tensor, device: torch.device) -> str:

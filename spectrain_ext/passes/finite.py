@@ -76,10 +76,10 @@ class CheckFinite(Pass):
         if self._agrees:
             return {Kind.CHECK_FINITE: self._check, Kind.AGREE: self._agree}
         # Without a flush this stage updates first, and its gradient tells the previous one.
-        found: dict[Kind, Handler] = {Kind.CHECK_FINITE: self._check}
+        steps: dict[Kind, Handler] = {Kind.CHECK_FINITE: self._check}
         if run.edges.to_previous:
-            found[Kind.CHECK_GRADIENT] = self._check_gradient
-        return found
+            steps[Kind.CHECK_GRADIENT] = self._check_gradient
+        return steps
 
     # Undoing.
 
@@ -198,6 +198,6 @@ class CheckFinite(Pass):
 def all_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Whether all numbers are finite, 0-d: tests minimum and maximum, which do not overflow."""
     values = [t._values() if t.is_sparse else t for t in tensors]
-    found = [torch.view_as_real(t) if t.is_complex() else t for t in values if t.numel()]
-    ends = [end.double() for t in found for end in torch.aminmax(t)]
+    real = [torch.view_as_real(t) if t.is_complex() else t for t in values if t.numel()]
+    ends = [end.double() for t in real for end in torch.aminmax(t)]
     return torch.stack([torch.zeros((), device=device).double(), *ends]).isfinite().all()

@@ -82,15 +82,15 @@ class OffloadActivations(Pass):
             or (storage := tensor.untyped_storage()).data_ptr() in self._left
         ):
             return partial(unchanged, tensor.detach(), tensor._version)
-        found = self._copies.get((storage._cdata, tensor._version))
-        if found is None:
+        copied = self._copies.get((storage._cdata, tensor._version))
+        if copied is None:
             held = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            found = on_host(held), StorageWeakRef(storage)
-            self._copies[storage._cdata, tensor._version] = found
+            copied = on_host(held), StorageWeakRef(storage)
+            self._copies[storage._cdata, tensor._version] = copied
         size, stride = tuple(tensor.shape), tensor.stride()
         span = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         first = int(tensor.storage_offset()) * tensor.itemsize
-        part = found[0][first : first + span * tensor.itemsize]
+        part = copied[0][first : first + span * tensor.itemsize]
         return partial(_on_device, part, device, tensor.dtype, size, stride)
 
 

@@ -19,6 +19,7 @@ from spectrain_ext.transport import (
     Header,
     Message,
     Microbatches,
+    Receiver,
     Slot,
     Transit,
 )
@@ -66,6 +67,7 @@ class Compute:
     """
 
     _received: Slot
+    ended_by: Receiver | None = None  # the edge that has delivered the end of the run
 
     def __init__(
         self,
@@ -127,28 +129,28 @@ class Compute:
 
     def handlers(self) -> dict[Kind, Handler]:
         edges = self._edges
-        found: dict[Kind, Handler] = {
+        steps: dict[Kind, Handler] = {
             Kind.RECEIVE_ACTIVATION: self._receive_activation,
             Kind.FORWARD: self._forward,
         }
         if edges.to_next:
-            found[Kind.SEND_ACTIVATION] = self._send_activation
+            steps[Kind.SEND_ACTIVATION] = self._send_activation
         if not self._trains:
             if edges.gradients:
-                found[Kind.RECEIVE_WORD] = self._receive_word
+                steps[Kind.RECEIVE_WORD] = self._receive_word
             if edges.to_previous:
-                found[Kind.SEND_WORD] = self._send_word
-            return found
-        found[Kind.BACKWARD] = self._backward
-        found[Kind.BACKWARD_INPUT] = self._backward_input
-        found[Kind.BACKWARD_WEIGHTS] = self._backward_weights
+                steps[Kind.SEND_WORD] = self._send_word
+            return steps
+        steps[Kind.BACKWARD] = self._backward
+        steps[Kind.BACKWARD_INPUT] = self._backward_input
+        steps[Kind.BACKWARD_WEIGHTS] = self._backward_weights
         if edges.gradients:
-            found[Kind.RECEIVE_GRADIENT] = self._receive_gradient
+            steps[Kind.RECEIVE_GRADIENT] = self._receive_gradient
         if edges.to_previous:
-            found[Kind.SEND_GRADIENT] = self._send_gradient
+            steps[Kind.SEND_GRADIENT] = self._send_gradient
         if self._stage.recomputes:
-            found[Kind.RECOMPUTE] = self._recompute
-        return found
+            steps[Kind.RECOMPUTE] = self._recompute
+        return steps
 
     def end(self) -> None:
         """Put back what the run has changed; may be repeated."""
@@ -174,7 +176,7 @@ class Compute:
         edges = self._edges
         slot = edges.inputs[j].receive()
         if slot is None:
-            edges.ended_by = edges.inputs[j]
+            self.ended_by = edges.inputs[j]
             self.pass_on_end()
             return
         header = slot.header
@@ -216,7 +218,7 @@ class Compute:
                 tape.leaves, tape.output = self._run(message)
             elif self._trains:
                 tape.states = stage.random.states()
-                tape.found = [ModuleBuffers(stage.module)]
+                tape.module_buffers = [ModuleBuffers(stage.module)]
                 # Copies, since the second forward needs the inputs as they were.
                 copies = [None if t is None else t.clone() for t in message.tensors]
                 tape.output = called(stage.module, input=packed(message, copies))
@@ -244,9 +246,9 @@ class Compute:
         stage = self._stage
         if stage.in_place is not False:
             before = _versions(message)
-            found = run_on(stage.module, message, entry=True)
+            ran = run_on(stage.module, message, entry=True)
             stage.note_in_place(bool(stage.in_place) or _versions(message) != before)
-            return found
+            return ran
         try:
             return run_on(stage.module, message, entry=False)
         except RuntimeError as error:
@@ -308,10 +310,10 @@ class Compute:
             for call in self._calls:
                 call(i, j, loss_fn, _NO_INPUTS)
             if not graph:
-                tape.found.append(ModuleBuffers(loss_fn))
+                tape.module_buffers.append(ModuleBuffers(loss_fn))
                 tape.loss_fn = loss_fn
-            found = called(loss_fn, output=tape.output, target=tape.target)
-            loss, count = checked_loss(found, stage.device)
+            returned = called(loss_fn, output=tape.output, target=tape.target)
+            loss, count = checked_loss(returned, stage.device)
             kept = None if keep is None else keep(tape.output, tape.target)
             tape.count = None if self._divided else count
             weight = self._weight(tape, i, j)
@@ -370,9 +372,9 @@ class Compute:
             torch.enable_grad(),
             ExitStack() as held,
         ):
-            self._entered = tape.found
-            for found in reversed(tape.found):  # the loss may contain the module
-                held.enter_context(found)
+            self._entered = tape.module_buffers
+            for buffers in reversed(tape.module_buffers):  # the loss may contain the module
+                held.enter_context(buffers)
             with stage.random.at(tape.states):
                 tape.leaves, tape.output = self._run(message)
                 if tape.loss_fn is not None:
@@ -457,8 +459,8 @@ class Compute:
         """Return what the next send gives back, and the buffer that stands for its memory."""
         assert self._outgoing is not None
         leaves, buffer, _ = self._outgoing
-        found = [leaf.grad for leaf in leaves if leaf is not None and leaf.grad is not None]
-        return found, buffer
+        gradients = [leaf.grad for leaf in leaves if leaf is not None and leaf.grad is not None]
+        return gradients, buffer
 
     def _send_gradient(self, i: int, j: int) -> None:
         assert self._outgoing is not None

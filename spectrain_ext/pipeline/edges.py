@@ -47,7 +47,6 @@ class StageEdges:
     gradients: Sequence[Receiver] = ()  # the next stage's ``to_previous``
     to_next: Sequence[Sender] = ()
     to_previous: Sequence[Sender] = ()
-    ended_by: Receiver | None = None  # the edge that has delivered the end of the run
 
     def microbatches_of(self, header: Header) -> int:
         return len(range(self.replica, header.parts, self.count))
@@ -147,15 +146,19 @@ class Source:
         self._targets: dict[Sender, list[int]] = {}
         for n, edge in enumerate(targets):
             self._targets.setdefault(edge, []).append(n)
-        self.left = False  # whether the caller has left the run; no batch is taken then
+        self._left = False  # whether the caller has left the run
 
     def begin(self, batches: Iterator[object], stop: Callable[[], None]) -> None:
-        self._batches, self._stop, self.left = batches, stop, False
+        self._batches, self._stop, self._left = batches, stop, False
+
+    def leave(self) -> None:
+        """Take no further batch in this run."""
+        self._left = True
 
     def pull(self, i: int, j: int) -> None:
         """Send the microbatches of the next batch, or end the run if there is none."""
         batch: object = _NONE
-        if not self.left:
+        if not self._left:
             with waiting():
                 batch = next(self._batches, _NONE)
         if batch is _NONE:
@@ -181,15 +184,15 @@ class Source:
             assert isinstance(batch, tuple)
             numbered = enumerate(batch, i * len(batch))
             return [split(one, n, 1, dims, objects)[0] for n, one in numbered]
-        found = split(batch, i, len(self._inputs), dims, objects)
+        microbatches = split(batch, i, len(self._inputs), dims, objects)
         for k, count in enumerate(self._replicas.counts):
-            if len(found) < count:
+            if len(microbatches) < count:
                 raise ValueError(
-                    f"batches[{i}]: it makes {len(found)} microbatches, and stage {k} has {count} "
-                    "replicas, each of which needs one; leave such a minibatch out, or make it "
-                    "larger"
+                    f"batches[{i}]: it makes {len(microbatches)} microbatches, and stage {k} has "
+                    f"{count} replicas, each of which needs one; leave such a minibatch out, or "
+                    "make it larger"
                 )
-        return found
+        return microbatches
 
     def _weights(self, sizes: Sequence[int], batch: Any) -> list[float]:
         """Return each microbatch's share of its update's samples, or 1 / ``count(target)``."""
@@ -204,5 +207,5 @@ class Source:
             return [1.0]
         count = self._trained_apart
         totals = [sum(sizes[c::count]) for c in range(count)]
-        found = ((size, totals[j % count]) for j, size in enumerate(sizes))
-        return [size / total if total else 1.0 for size, total in found]
+        shares = ((size, totals[j % count]) for j, size in enumerate(sizes))
+        return [size / total if total else 1.0 for size, total in shares]

@@ -46,8 +46,8 @@ def _one_replica_works(pipe: Any, stateful: bool) -> bool:
         # The module buffers of the first replica, such as running statistics, belong to the model.
         digests = []
         for stage in stages:
-            found = [(name, digest_of(value)) for name, value in stage.module.named_buffers()]
-            digests.append((stage.index, hashlib.sha256(repr(found).encode()).hexdigest()))
+            buffers = [(name, digest_of(value)) for name, value in stage.module.named_buffers()]
+            digests.append((stage.index, hashlib.sha256(repr(buffers).encode()).hexdigest()))
         return [stateful, digests]
 
     of_ranks = pipe._gather_from_ranks(state, "evaluate")
@@ -141,8 +141,8 @@ class _Measures:
                 if name in self._states:
                     metric.update(output, target)
                 else:
-                    found = metric(output, target)
-                    pair = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+                    value = metric(output, target)
+                    pair = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
                     self._values[name].append(
                         (_number(pair[0]), None if pair[1] is None else _number(pair[1]))
                     )
@@ -185,14 +185,14 @@ def _means_of(names: Iterable[str], measured: Sequence[_Measured]) -> dict[str, 
     """Return the metrics over all batches, from the measurements of all processes."""
     if not any(samples for samples, _, _ in measured):
         raise ValueError("batches: expected at least one to evaluate, got none")
-    found: dict[str, float] = {}
+    means: dict[str, float] = {}
     for _, mine, computed in measured:
         for name in mine:
             pairs = [pair for _, terms, _ in measured for pair in terms.get(name, ())]
             count = _sum([n for _, n in pairs])
-            found[name] = _sum([term for term, _ in pairs]) / count if count else nan
-        found.update(computed)
-    return {name: found[name] for name in [*names, *found] if name in found}
+            means[name] = _sum([term for term, _ in pairs]) / count if count else nan
+        means.update(computed)
+    return {name: means[name] for name in [*names, *means] if name in means}
 
 
 def _sum(terms: Sequence[float]) -> float:

@@ -245,12 +245,12 @@ def share_of(batches: object) -> tuple[str, str, int] | None:
 
 def _within(batches: object, *names: str) -> list[Any]:
     """Return ``batches`` and the objects under these attributes, recursively, each once."""
-    found = {id(batches): batches}
+    objects = {id(batches): batches}
     for _ in range(_SAMPLER_DEPTH):
-        for one in list(found.values()):
+        for one in list(objects.values()):
             parts = (getattr(one, name, None) for name in names)
-            found.update((id(part), part) for part in parts if part is not None)
-    return list(found.values())
+            objects.update((id(part), part) for part in parts if part is not None)
+    return list(objects.values())
 
 
 class _Losses:
@@ -273,12 +273,12 @@ class _Losses:
     def means(self, lengths: Sequence[int]) -> list[float]:
         self._ask(len(self._waiting))
         known = zip(self._losses, self._counts, strict=True)
-        found = []
+        means = []
         for length in lengths:
             counted = [(loss, count) for loss, count in islice(known, length) if count]
             total = sum(count for _, count in counted)
-            found.append(sum(loss * count for loss, count in counted) / total if total else nan)
-        return found
+            means.append(sum(loss * count for loss, count in counted) / total if total else nan)
+        return means
 
 
 # A run that is never started.

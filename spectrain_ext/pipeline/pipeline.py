@@ -144,7 +144,7 @@ class Pipeline(Loops):
             chosen = find_method(method)
             n = len(modules)
             processes = self._processes or Processes(Replicas((1,) * n), range(n))
-            own_passes = checked_passes(passes, chosen)
+            self._passes = checked_passes(passes, chosen)
             replicas = processes.replicas
             here = dict(zip(processes.indices, modules, strict=True))
             if len(here) == replicas.stages:
@@ -157,7 +157,6 @@ class Pipeline(Loops):
             of_phases = phase_places(chosen, replicas.stages, parts, window, replicas)
             check_master_dtype(master_dtype, modules)
             check_recompute(recompute)
-            self._passes = own_passes
             blocks: Mapping[int, Mapping[str, nn.Module]] = {}
             if not isinstance(recompute, bool):
                 from .recomputing import recomputed_blocks
@@ -174,9 +173,14 @@ class Pipeline(Loops):
             self.minibatches, self.phase = 0, 0
             if len(here) == replicas.stages:
                 check_trains(weights is not None for weights in made)
-            more = processes, processes.replica, own_passes, recompute is True
             own = [
-                Stage(k, module, device, weights, *more, blocks.get(k))
+                Stage(
+                    *(k, module, device, weights, processes),
+                    replica=processes.replica,
+                    passes=self._passes,
+                    recomputes=recompute is True,
+                    blocks=blocks.get(k),
+                )
                 for (k, module), device, weights in zip(here.items(), where, made, strict=True)
             ]
             self._weights, self._entered = made, self._phases[0]
@@ -190,17 +194,8 @@ class Pipeline(Loops):
                         stage.weights.bind()
                     self.add_module(str(stage.index), stage.module)
                 self._log(clip_norm)
-                exchanges_norms = any(map(self._exchanges_norms, self._phases))
-                about = own, of_phases, chosen, self._copies
-                ties = processes.connect(*about, count is not None, exchanges_norms)
                 self._batches = SourceSettings(split_dim, count)
-                places = widest(of_phases)
-                counted = any(phase.forward_horizon == "counted" for phase in phases_of(chosen))
-                wires = Wires(
-                    *(own, places, put_off_by(chosen, places), processes, self._batches),
-                    *(ties, self._copies, counted),
-                )
-                self._executor = Executor(own, wires, processes)
+                self._executor = self._connected(own, processes, of_phases)
                 # Not by a plain assignment: a loss that is a module is no part of the model.
                 object.__setattr__(self, "_loss_fn", loss_fn)
                 self._executor.follow_caller()
@@ -213,6 +208,24 @@ class Pipeline(Loops):
             use_model_names(self, len(here) == replicas.stages, self._copies)
             for weights in self._trained:
                 weights.updater.order_by(self._executor.callers_turn)
+
+    def _connected(
+        self, stages: Sequence[Stage], processes: Processes, of_phases: Sequence[list[Place]]
+    ) -> Executor:
+        """Connect the stages with one another, and with those of other processes."""
+        ties = processes.connect(
+            *(stages, of_phases, self.method, self._copies),
+            counted=self._batches.count is not None,
+            exchanges_norms=any(map(self._exchanges_norms, self._phases)),
+        )
+        places, phases = widest(of_phases), phases_of(self.method)
+        wires = Wires(
+            *(stages, places, put_off_by(self.method, places), processes, self._batches),
+            ties=ties,
+            copies=self._copies,
+            counted=any(phase.forward_horizon == "counted" for phase in phases),
+        )
+        return Executor(stages, wires, processes)
 
     def _log(self, clip_norm: float | None) -> None:
         if _logger.isEnabledFor(logging.INFO):
@@ -488,10 +501,10 @@ class Pipeline(Loops):
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield as any module does, after finishing a run whose end an exception cut short."""
         self._mend()
-        found: Iterator[tuple[str, nn.Module]] = super().named_modules(
+        modules: Iterator[tuple[str, nn.Module]] = super().named_modules(
             memo, prefix, remove_duplicate
         )
-        return found
+        return modules
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield as any module does, after finishing a run whose end an exception cut short."""
@@ -557,14 +570,14 @@ class Pipeline(Loops):
         ``release()``, unless ``bind`` asks for new ones.
         """
         self._mend()
-        found: dict[Tensor, Tensor] = {}
+        masters: dict[Tensor, Tensor] = {}
         for weights in self._trained:
             if bind and not weights.bound:
                 weights.bind()
-            found.update(weights.masters())
+            masters.update(weights.masters())
         if bind:
             self._executor.follow_caller()
-        return found
+        return masters
 
     def copied(self, stage: int) -> dict[nn.Parameter, Copy]:
         """Return a stage's parameters that are copies of parameters which another stage trains."""
@@ -581,11 +594,11 @@ class Pipeline(Loops):
 
     def predicted_memory(self) -> list[StageMemory]:
         """Return what each stage holds at most in a long run, computed from schedule and method."""
-        found = []
+        memory = []
         for stage in self._executor.stages:
             of_phases = [phase.memory(stage.index, stage.weights) for phase in self._phases]
-            found.append(StageMemory(*map(max, zip(*of_phases, strict=True))))
-        return found
+            memory.append(StageMemory(*map(max, zip(*of_phases, strict=True))))
+        return memory
 
     def measured_memory(self) -> list[StageMemory]:
         """Return each stage's weight buffers now, and its most microbatches in flight in any run.
@@ -636,8 +649,8 @@ def _put_true_weights(
             true.update(weights.true_weights())
         for copy in pipe._copies:
             if copy.original is not None:
-                found = true.get(copy.original, copy.original)
-                true[copy.held] = found.to(copy.held.device)
+                original = true.get(copy.original, copy.original)
+                true[copy.held] = original.to(copy.held.device)
         for name, p in pipe.named_parameters(remove_duplicate=False):
             if prefix + name in state:
                 state[prefix + name] = true.get(p, p)

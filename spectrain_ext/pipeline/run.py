@@ -126,23 +126,23 @@ class Run:
 
     def handlers(self, stage: StageRun) -> dict[Kind, Handler]:
         """Return what a stage does: its instructions consist of these steps."""
-        found, source = stage.handlers(), self.wires.source
+        handlers, source = stage.handlers(), self.wires.source
         if self.trains:
-            found |= self.wires.ties.handlers(stage.stage.index)
+            handlers |= self.wires.ties.handlers(stage.stage.index)
         if source is not None and stage is self.stages[0]:
-            found[Kind.PULL] = source.pull
+            handlers[Kind.PULL] = source.pull
         if self.losses is not None and stage is self.stages[-1]:
-            found[Kind.LOSS] = self.losses.loss
+            handlers[Kind.LOSS] = self.losses.loss
         elif stage.edges.targets:
-            found[Kind.MEASURE] = lambda i, j: stage.compute.measure(i, j, self.work.call)
-        return {**found, **self.processes.handlers(self, stage)}
+            handlers[Kind.MEASURE] = lambda i, j: stage.compute.measure(i, j, self.work.call)
+        return {**handlers, **self.processes.handlers(self, stage)}
 
     def ready(self, stage: StageRun) -> dict[Kind, Ready]:
         """Return what its steps wait for."""
-        found, norm = self.wires.ready(stage.stage.index), self._norm
+        ready, norm = self.wires.ready(stage.stage.index), self._norm
         if norm is not None:
-            found[Kind.CLIP] = found[Kind.AGREE] = lambda i, j: norm.complete(i)
-        return found
+            ready[Kind.CLIP] = ready[Kind.AGREE] = lambda i, j: norm.complete(i)
+        return ready
 
     # The loop. Stage k of N runs a compute instruction once its input has arrived, then stage k + 1
     # runs one, and so on, until all have finished. For a 1F1B schedule (F: forward, B: backward and
@@ -218,7 +218,7 @@ class Run:
     def leave(self) -> None:
         """Begin no further minibatch, since the caller has left the run."""
         if self.wires.source is not None:
-            self.wires.source.left = True
+            self.wires.source.leave()
 
 
 def _turn(program: _Program) -> bool:
@@ -228,9 +228,9 @@ def _turn(program: _Program) -> bool:
     while cursor.current is not None or cursor.take() is not None:
         assert cursor.current is not None
         computes, i, j = cursor.current
-        found = (program.later if j else program.first)[computes]
-        for step in range(cursor.step, len(found)):
-            kind, ready, run = found[step]
+        program_steps = (program.later if j else program.first)[computes]
+        for step in range(cursor.step, len(program_steps)):
+            kind, ready, run = program_steps[step]
             if ready is not None and not ready(i, j):
                 cursor.step = step
                 return progress

@@ -68,12 +68,12 @@ class StageRun:
 
     def handlers(self) -> dict[Kind, Handler]:
         """Return what the stage does in this run, by the steps of its instructions."""
-        found: dict[Kind, Handler] = {}
+        handlers: dict[Kind, Handler] = {}
         for steps in self._steps:
             for kind, step in steps.items():
-                own = found.get(kind)
-                found[kind] = step if own is None else in_turn(own, step)
-        return found
+                before = handlers.get(kind)
+                handlers[kind] = step if before is None else in_turn(before, step)
+        return handlers
 
     # For passes and observers.
 

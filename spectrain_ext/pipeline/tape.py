@@ -45,7 +45,7 @@ class Tape:
     rest: Callable[[], None] | None  # the second half of the backward; None: nothing is left
     # Only with recomputation: random numbers, module buffers, and the loss.
     states: States
-    found: list[ModuleBuffers]
+    module_buffers: list[ModuleBuffers]
     loss_fn: Callable[..., Any] | None
 
     def __init__(self, slot: Slot, buffer: Buffer) -> None:
@@ -72,36 +72,36 @@ class ModuleBuffers:
 
     def __init__(self, module: object) -> None:
         modules = module.modules() if isinstance(module, nn.Module) else ()
-        self._found = [(m._buffers, dict(m._buffers)) for m in modules if m._buffers]
-        tensors = {t for _, found in self._found for t in found.values() if t is not None}
+        self._original = [(m._buffers, dict(m._buffers)) for m in modules if m._buffers]
+        tensors = {t for _, original in self._original for t in original.values() if t is not None}
         # Copy them all: ``.data`` and the kernels of torch's norms write unnoticed by autograd.
         self._kept = {tensor: tensor.detach().clone() for tensor in tensors}
         self._now: list[dict[str, Tensor | None]] = []
 
     def __enter__(self) -> None:
         copies = {tensor: kept.clone() for tensor, kept in self._kept.items()}
-        self._now = [dict(held) for held, _ in self._found]
-        for held, found in self._found:
-            for name, tensor in found.items():
+        self._now = [dict(held) for held, _ in self._original]
+        for held, original in self._original:
+            for name, tensor in original.items():
                 held[name] = None if tensor is None else copies[tensor]
 
     def __exit__(self, *raised: object) -> None:
-        for (held, _), now in zip(self._found, self._now, strict=False):
+        for (held, _), now in zip(self._original, self._now, strict=False):
             held.update(now)
         self._now = []  # so that a second call does nothing
 
     def restore(self) -> None:
         """Put the values back; call this when no graph needs the buffers any more."""
-        for held, found in self._found:
-            held.update(found)
+        for held, original in self._original:
+            held.update(original)
         for tensor, value in self._kept.items():
             tensor.copy_(value)
 
     def restore_finite(self, later: Sequence[ModuleBuffers]) -> None:
         """Put back values that became non-finite, in ``later`` copies too; graphs stay valid."""
-        for held, found in self._found:
-            copies = [(c._kept, had) for c in later for other, had in c._found if other is held]
-            for name, tensor in found.items():
+        for held, original in self._original:
+            copies = [(c._kept, had) for c in later for other, had in c._original if other is held]
+            for name, tensor in original.items():
                 if tensor is None or not tensor.is_floating_point():
                     continue
                 value = self._kept[tensor]
@@ -244,13 +244,16 @@ def differentiate(
         )
 
 
-def checked_loss(found: object, device: torch.device) -> tuple[Tensor, Tensor | None]:
+def checked_loss(returned: object, device: torch.device) -> tuple[Tensor, Tensor | None]:
     """Return the loss, a real 0-d tensor, and its count if it is a sum."""
-    loss, count = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    loss: Any = returned
+    count: Any = None
+    if isinstance(returned, tuple) and len(returned) == 2:
+        loss, count = returned
     if not isinstance(loss, Tensor):
         raise TypeError(
             "loss_fn must return a 0-d tensor, or a pair (sum, count), got a "
-            f"{type(found).__name__}: return the tensor, not its item(), or a tuple of two"
+            f"{type(returned).__name__}: return the tensor, not its item(), or a tuple of two"
         )
     if loss.is_complex():
         raise TypeError(f"loss_fn must return a real number, got {loss.dtype}: take its abs()")

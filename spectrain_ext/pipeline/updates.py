@@ -41,16 +41,16 @@ class Updates:
 
     def handlers(self) -> dict[Kind, Handler]:
         weights = self._stage.weights
-        found: dict[Kind, Handler] = {Kind.DIVIDE: self._divide}
+        steps: dict[Kind, Handler] = {Kind.DIVIDE: self._divide}
         if self.norm is not None:
-            found[Kind.SEND_NORM] = self._send_norm
+            steps[Kind.SEND_NORM] = self._send_norm
         if weights is not None:
             if self._clipping.max_norm is not None:
-                found[Kind.CLIP] = self._clip
-            found[Kind.UPDATE] = self._update
+                steps[Kind.CLIP] = self._clip
+            steps[Kind.UPDATE] = self._update
         else:
-            found[Kind.UPDATE] = lambda i, j: None  # results and notices follow it
-        return found
+            steps[Kind.UPDATE] = lambda i, j: None  # results and notices follow it
+        return steps
 
     def _divide(self, i: int, j: int) -> None:
         """Divide the gradients of sums by the count of the minibatch."""

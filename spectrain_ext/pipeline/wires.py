@@ -79,8 +79,8 @@ class Wires:
 
     def _edge(self, what: Traffic, a: int | None, b: int) -> Any:
         """Return this process's end of an edge, or the edge if both ends are here."""
-        found = self.remote.get((what, a, b)) or self._local.get((what, a, b))
-        if found is None:
+        end = self.remote.get((what, a, b)) or self._local.get((what, a, b))
+        if end is None:
             here = self._by_index
             to = here[self._replicas.stage_and_replica(b)[0]]
             source = None if a is None else here[self._replicas.stage_and_replica(a)[0]].device
@@ -91,8 +91,8 @@ class Wires:
             if self._evaluates and what is not Traffic.GRADIENTS:
                 # Forwards only: the microbatches being computed, and the next one.
                 depth = self._places[to.index].microbatches + 1
-            found = self._local[what, a, b] = Edge(name, source, to.device, to.compute, depth)
-        return found
+            end = self._local[what, a, b] = Edge(name, source, to.device, to.compute, depth)
+        return end
 
     def _depth(self, what: Traffic, sender: int, receiver: int) -> int:
         """Return how many messages of an edge to this stage may be under way or in use at once.
@@ -139,19 +139,17 @@ class Wires:
 
     def ready(self, k: int) -> dict[Kind, Ready]:
         """Return what a stage's steps wait for; others wait for nothing, or block."""
-        edges, found = self.edges[k], {}
+        edges, ready = self.edges[k], {}
         if not edges.inputs[0].blocks:
-            found[Kind.RECEIVE_ACTIVATION] = _has(edges.inputs)
+            ready[Kind.RECEIVE_ACTIVATION] = _has(edges.inputs)
         if edges.gradients and not edges.gradients[0].blocks:
-            found[Kind.RECEIVE_GRADIENT] = found[Kind.RECEIVE_WORD] = _has(edges.gradients)
+            ready[Kind.RECEIVE_GRADIENT] = ready[Kind.RECEIVE_WORD] = _has(edges.gradients)
         if self.ties.lenders[k]:
-            found[Kind.ADD_TIED_GRADIENTS] = lambda i, j: self.ties.gradients_are_there(k)
-        return found
+            ready[Kind.ADD_TIED_GRADIENTS] = lambda i, j: self.ties.gradients_are_there(k)
+        return ready
 
     def begin(self) -> None:
         """Begin a run on these edges, which the last one has left empty."""
-        for edges in self.edges.values():
-            edges.ended_by = None
         for edge in self.local_edges:
             edge.begin()
 
@@ -205,16 +203,16 @@ class Ties:
 
     def handlers(self, stage: int) -> dict[Kind, Handler]:
         lend, borrow = self.lenders[stage], self.borrowers[stage]
-        found: dict[Kind, Handler] = {}
+        steps: dict[Kind, Handler] = {}
         if lend:
-            found[Kind.SEND_TIED_WEIGHTS] = in_turn(*(end.send_weights for end in lend))
-            found[Kind.ADD_TIED_GRADIENTS] = in_turn(*(end.add_gradients for end in lend))
+            steps[Kind.SEND_TIED_WEIGHTS] = in_turn(*(end.send_weights for end in lend))
+            steps[Kind.ADD_TIED_GRADIENTS] = in_turn(*(end.add_gradients for end in lend))
         if borrow:
-            found[Kind.RECEIVE_TIED_WEIGHTS] = in_turn(*(end.receive_weights for end in borrow))
-            found[Kind.LOAD_TIED_WEIGHTS] = in_turn(*(end.load_weights for end in borrow))
-            found[Kind.FREE_TIED_WEIGHTS] = in_turn(*(end.free_weights for end in borrow))
-            found[Kind.SEND_TIED_GRADIENTS] = in_turn(*(end.send_gradients for end in borrow))
-        return found
+            steps[Kind.RECEIVE_TIED_WEIGHTS] = in_turn(*(end.receive_weights for end in borrow))
+            steps[Kind.LOAD_TIED_WEIGHTS] = in_turn(*(end.load_weights for end in borrow))
+            steps[Kind.FREE_TIED_WEIGHTS] = in_turn(*(end.free_weights for end in borrow))
+            steps[Kind.SEND_TIED_GRADIENTS] = in_turn(*(end.send_gradients for end in borrow))
+        return steps
 
     def gradients_are_there(self, stage: int) -> bool:
         """Whether a stage's update has all gradients; a copy may put off those of its weights."""
