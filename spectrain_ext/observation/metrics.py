@@ -296,7 +296,7 @@ class Meter:
             self._sent = self._sent_bytes()
 
         def forward(i: int, j: int) -> None:
-            self.window.samples += run.samples
+            self.window.samples += run.compute.samples
             self._read_at[i, j] = self._updates
             timed[Kind.FORWARD](i, j)
             if probe is not None:

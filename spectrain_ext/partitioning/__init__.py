@@ -6,12 +6,16 @@ model --> its form --> seconds and bytes --> ends of stages --> stages (--> valu
           Traceable
 """
 
+from typing import TYPE_CHECKING, Any
+
 from .blocks import mark_ties
 from .cut import Cut, cut
-from .materializing import materialize
 from .profile import BlockProfile, Profile, Tie, measure
 from .programs import TracedStage
 from .stages import Partition, cut_at, partition, profile_of
+
+if TYPE_CHECKING:
+    from .materializing import materialize
 
 __all__ = [
     "BlockProfile",
@@ -28,3 +32,11 @@ __all__ = [
     "partition",
     "profile_of",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "materialize":  # loaded when it is used
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .materializing import materialize
+
+    return materialize

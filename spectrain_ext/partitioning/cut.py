@@ -12,7 +12,6 @@ from itertools import accumulate, pairwise, zip_longest
 from numbers import Integral
 from typing import Any, Protocol
 
-
 from .profile import BlockProfile, Profile, Tie, made_of, one_each
 
 _LARGEST = 1 << 24  # bytes of a plan's file

@@ -113,7 +113,7 @@ class CheckFinite(Pass):
     def _check_gradient(self, i: int, j: int) -> None:
         """Before a gradient is sent: note whether it, and at last the weights', are finite."""
         stage = self.stage
-        gradients, outgoing = self._run.input_gradients()
+        gradients, outgoing = self._run.compute.input_gradients()
         if j == len(self._run.cursor.shares[i]) - 1:
             gradients.extend(self._gradients().values())
         with stage.computing(reads=(stage.weight_gradients,), writes=(outgoing,)):

@@ -106,7 +106,7 @@ class Losses:
         last, shares = self._last, self._last.cursor.shares[i]
         part, count, kept = last.compute.loss(i, j, self._loss_fn, self._keep)
         self._parts.append(kept)
-        self._samples.append(last.samples)
+        self._samples.append(last.compute.samples)
         if j == 0:
             self._count = None
         elif (count is None) != (self._count is None):

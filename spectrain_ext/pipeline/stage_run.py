@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from spectrain_ext.schedule import Kind
-from spectrain_ext.transport import Buffer
 
 from .compute import Compute, Mode
 from .edges import Cursor, StageEdges
@@ -27,6 +26,7 @@ class StageRun:
         stage: the stage.
         cursor: its position in the schedule.
         edges: its edges in this run.
+        compute: what receives, computes and sends.
         trains: whether this is a training.
         norm: exchanges a number and the gradient norm between all stages; None: not needed.
     """
@@ -78,11 +78,6 @@ class StageRun:
     # For passes and observers.
 
     @property
-    def samples(self) -> int:
-        """The samples of the microbatch received last."""
-        return self.compute.samples
-
-    @property
     def divisor(self) -> Tensor | None:
         """What the loss of the minibatch that is being finished is divided by; None: a mean."""
         return None if self._updates is None else self._updates.divisor
@@ -94,7 +89,3 @@ class StageRun:
     def number_of(self, i: int) -> int:
         """Return a minibatch's number in all runs, without those of which nothing remained."""
         return i + self._before - self.stage.undone if self.trains else i
-
-    def input_gradients(self) -> tuple[list[Tensor], Buffer]:
-        """Return what the next send gives back, and the buffer that stands for its memory."""
-        return self.compute.input_gradients()
