@@ -58,9 +58,17 @@ class AverageWeights(Pass):
         made = super().on(stage, processes)
         # ``exchange`` is never called while the thread holds the lock for random numbers: another
         # replica may be a thread that waits for it.
-        made._exchange = processes.exchange
+        made._exchange = self._exchange_of(stage, processes)
         made._averager = None  # from the first run on
         return made
+
+    def _exchange_of(self, stage: Stage, processes: Processes) -> Exchange:
+        if processes.replicas.counts[stage.index] < 2:
+            raise ValueError(
+                f"AverageWeights: stages[{stage.index}] has no replicas here; expected "
+                "DistributedPipeline(..., replicas=...)"
+            )
+        return processes.exchange
 
     @property
     def _weights(self) -> StageWeights:

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain, count
 from threading import Condition, Thread
-from typing import Any, Self
+from typing import Any
 
 from oracle.definition import cut
 from torch import Tensor
@@ -24,12 +24,10 @@ class Echoed(AverageWeights):
 
     def __init__(self, averaging: Averaging, exchange_of: Callable[[int], Exchange]) -> None:
         super().__init__(averaging)
-        self._exchange_of = exchange_of
+        self._exchange_by_stage = exchange_of
 
-    def on(self, stage: Any, processes: Any) -> Self:
-        made = super().on(stage, processes)
-        made._exchange = self._exchange_of(stage.index)
-        return made
+    def _exchange_of(self, stage: Any, processes: Any) -> Exchange:
+        return self._exchange_by_stage(stage.index)
 
 
 class SideBySide:

@@ -197,6 +197,7 @@ def test_a_method_is_checked_on_all_stages_before_any_optimizer_is_made():
 
 
 OFFLOAD = st.passes.OffloadActivations()
+AVERAGE = st.passes.AverageWeights(st.averaging.Elastic(0.4))
 CLIPS_BY_0 = dataclasses.replace(find_method("vanilla"), name="own", clip=lambda p: p.stage)
 
 
@@ -225,6 +226,7 @@ CLIPS_BY_0 = dataclasses.replace(find_method("vanilla"), name="own", clip=lambda
         ({"recompute": 1.0}, T, "recompute"),
         ({"recompute": 0}, V, "recompute"),
         ({"passes": [OFFLOAD], "recompute": True}, V, "OffloadActivations: with recompute=True, "),
+        ({"passes": [AVERAGE]}, V, r"AverageWeights: stages\[0\] has no replicas here"),
         ({"passes": OFFLOAD}, T, "passes: expected a list of passes, got OffloadActivations"),
         ({"passes": ["skip"]}, T, r"passes\[0\]: expected a Pass, got 'skip'"),
         ({"passes": [OFFLOAD, type(OFFLOAD)]}, T, r"passes\[1\]: .*: OffloadActivations\(...\)"),
