@@ -76,11 +76,11 @@ class Compute:
         edges: StageEdges,
         mode: Mode,
         updates: Updates | None,  # None: an evaluation
-        divided: bool,  # whether ``count`` gives the divisor of the losses in advance
+        counted: bool,  # whether ``count`` gives the divisor of the losses in advance
     ) -> None:
         self._stage, self._cursor, self._edges, self._updates = stage, cursor, edges, updates
         self._mode, self._trains = mode, mode is Mode.TRAIN
-        self._divided = divided
+        self._counted = counted
         self._keeps_graph = self._trains and not stage.recomputes
         self._tapes: dict[tuple[int, int], Tape] = {}
         self._targets: dict[int, Targets] = {}
@@ -315,10 +315,10 @@ class Compute:
             returned = called(loss_fn, output=tape.output, target=tape.target)
             loss, count = checked_loss(returned, stage.device)
             kept = None if keep is None else keep(tape.output, tape.target)
-            tape.count = None if self._divided else count
+            tape.count = None if self._counted else count
             weight = self._weight(tape, i, j)
             part = loss.detach() if weight == 1.0 else loss.detach() * weight
-            if self._divided and not weight:
+            if self._counted and not weight:
                 part = part * nan  # the mean of nothing
             for note in self._lost:
                 note(i, j, part)

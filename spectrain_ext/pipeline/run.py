@@ -102,15 +102,18 @@ class Run:
             self._norm = processes.norm()
         norms: Iterable[float | None] = [None] * len(stages) if phase is None else phase.max_norms
         for stage, max_norm in zip(stages, norms, strict=True):
-            cursor = Cursor(work.schedule(work.places[stage.index]))
-            clipping = Clipping(max_norm, phase is not None and phase.globally)
-            self.stages.append(
-                StageRun(
-                    *(stage, cursor, wires.edges[stage.index], work.mode),
-                    *(work.minibatches, clipping, self._norm, work.counted),
-                )
+            run = StageRun(
+                stage,
+                Cursor(work.schedule(work.places[stage.index])),
+                wires.edges[stage.index],
+                work.mode,
+                minibatches=work.minibatches,
+                clipping=Clipping(max_norm, phase is not None and phase.globally),
+                norm=self._norm,
+                counted=work.counted,
             )
-            self.stages[-1].begin()
+            self.stages.append(run)  # first, so that a failed begin is put back as well
+            run.begin()
         last = self.stages[-1]
         if self.trains and last.edges.targets:
             replicas = processes.replicas.counts[-1]  # which then add up their losses
