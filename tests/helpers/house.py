@@ -27,10 +27,10 @@ DOCUMENTED = {
 
 #: Whoever gets below a ceiling lowers it. Raising one takes a sentence in CHANGELOG.md.
 CEILINGS = {
-    "package, lines": 33149,
+    "package, lines": 33182,
     "package, files": 143,
-    "core, lines": 14263,
-    "core, files": 63,
+    "core, lines": 14129,
+    "core, files": 62,
     "csrc, lines": 5171,
     "bench, lines": 7288,
     "studies, lines": 4995,
