@@ -27,14 +27,14 @@ class ShareLoss(Pass):
         ShareLoss()
     """
 
+    in_parts: bool
+
     def on(self, stage: Stage, processes: Processes) -> Self:
         made = super().on(stage, processes)
         # Where stages have replicas, a minibatch's last gradient does not carry the whole loss:
         # every gradient carries its own microbatch's part, which replicas then add up.
         made.in_parts = processes.replicas.dealt
         return made
-
-    in_parts: bool
 
     def begin(self, run: StageRun) -> Mapping[Kind, Handler]:
         self.known: dict[int, float] = {}  # by minibatch in flight, as far as it is known

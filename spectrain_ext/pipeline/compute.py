@@ -491,7 +491,7 @@ class Compute:
 
 
 def _grad_mode(graph: bool) -> AbstractContextManager[object]:
-    # Most callers have autograd enabled; setting it again takes 1 us.
+    # Most callers have autograd enabled; setting it again takes 0.8 us.
     return NOTHING if graph and torch.is_grad_enabled() else torch.set_grad_enabled(graph)
 
 

@@ -129,16 +129,17 @@ class Run:
 
     def handlers(self, stage: StageRun) -> dict[Kind, Handler]:
         """Return what a stage does: its instructions consist of these steps."""
-        handlers, source = stage.handlers(), self.wires.source
+        steps: dict[Kind, Handler] = {}
+        source = self.wires.source
         if self.trains:
-            handlers |= self.wires.ties.handlers(stage.stage.index)
+            steps |= self.wires.ties.handlers(stage.stage.index)
         if source is not None and stage is self.stages[0]:
-            handlers[Kind.PULL] = source.pull
+            steps[Kind.PULL] = source.pull
         if self.losses is not None and stage is self.stages[-1]:
-            handlers[Kind.LOSS] = self.losses.loss
+            steps[Kind.LOSS] = self.losses.loss
         elif stage.edges.targets:
-            handlers[Kind.MEASURE] = lambda i, j: stage.compute.measure(i, j, self.work.call)
-        return {**handlers, **self.processes.handlers(self, stage)}
+            steps[Kind.MEASURE] = lambda i, j: stage.compute.measure(i, j, self.work.call)
+        return stage.handlers(steps, self.processes.handlers(self, stage))
 
     def ready(self, stage: StageRun) -> dict[Kind, Ready]:
         """Return what its steps wait for."""

@@ -49,6 +49,7 @@ class StageRun:
             self._updates = Updates(stage, cursor, clipping or Clipping(None, False), norm)
         self.compute = Compute(stage, cursor, edges, mode, self._updates, counted)
         self._steps: list[Mapping[Kind, Handler]] = []
+        self._of_passes: list[Mapping[Kind, Handler]] = []
 
     def begin(self) -> None:
         """Take the weights; whatever happens, ``compute.end`` and the stage put all back."""
@@ -56,20 +57,20 @@ class StageRun:
         if updates is not None:
             stage.hold_weights(self._before)
             self._steps.append(updates.handlers())
-            weights = stage.weights
-            # On the CPU nothing needs to wait for the update that has written the weights.
-            loads = not (stage.immediate and weights is not None and weights.versions.loads_nothing)
-            if weights is not None and weights.storage is not None and loads:
-                self._steps.append(Loads(stage, weights, weights.storage).handlers())
+            weights, storage = stage.weights, stage.storage
+            if weights is not None and storage is not None:
+                # On the CPU nothing needs to wait for the update that has written the weights.
+                idle = stage.immediate and weights.versions.loads_nothing
+                self._steps += [] if idle else [Loads(stage, weights, storage).handlers()]
         of_passes = [each.begin(self) for each in stage.passes]
         self.compute.begin()
         self._steps.append(self.compute.handlers())
-        self._steps += of_passes if self.trains else []
+        self._of_passes = of_passes if self.trains else []
 
-    def handlers(self) -> dict[Kind, Handler]:
-        """Return what the stage does in this run, by the steps of its instructions."""
+    def handlers(self, *others: Mapping[Kind, Handler]) -> dict[Kind, Handler]:
+        """Return what runs each step: the stage, ``others``, and then the passes."""
         handlers: dict[Kind, Handler] = {}
-        for steps in self._steps:
+        for steps in (*self._steps, *others, *self._of_passes):
             for kind, step in steps.items():
                 before = handlers.get(kind)
                 handlers[kind] = step if before is None else in_turn(before, step)

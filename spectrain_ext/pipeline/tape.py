@@ -183,7 +183,7 @@ def copied_out(value: Any, message: Message) -> Any:
 
 
 def activation(value: object) -> Message:
-    if isinstance(value, Tensor):  # most are: the general way takes 5 us more
+    if isinstance(value, Tensor):  # most are: the general way takes 0.6 us more
         return Message((value.detach(),), (value.requires_grad,), TENSOR)
     tensors: list[Tensor] = []
     try:

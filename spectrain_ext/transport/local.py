@@ -129,7 +129,7 @@ class Edge:
                     if to is not None and tensor is not None:
                         to.copy_(tensor, non_blocking=True)
             copy.record(slot.arrived)
-        # Not ``_replace``, which takes 2 us.
+        # Not ``_replace``, which takes 0.4 us more.
         slot.message = Message(tuple(views), message.differentiable, message.form)
         slot.header = header
         self.sent_bytes += slot.nbytes

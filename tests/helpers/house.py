@@ -27,14 +27,14 @@ DOCUMENTED = {
 
 #: Whoever gets below a ceiling lowers it. Raising one takes a sentence in CHANGELOG.md.
 CEILINGS = {
-    "package, lines": 33182,
+    "package, lines": 33184,
     "package, files": 143,
-    "core, lines": 14129,
+    "core, lines": 14131,
     "core, files": 62,
     "csrc, lines": 5171,
     "bench, lines": 7288,
     "studies, lines": 4995,
-    "tests, lines": 36564,
+    "tests, lines": 36574,
     "tests that import inner modules": 14,
     "manual, words": 25922,
     "arguments of Pipeline": 15,

@@ -27,7 +27,13 @@ class Scales(Pass):
 
     def begin(self, run: Any) -> Any:
         self.seen.append("begin")
-        return {Kind.CHANGE_GRADIENTS: self._scale, Kind.UPDATE: self._updated}
+        found = {Kind.CHANGE_GRADIENTS: self._scale, Kind.UPDATE: self._updated}
+        # Of steps that the caller's batches, losses and other stages bring, a pass is a part too.
+        if not self.stage.index:
+            found[Kind.PULL] = lambda i, j: self.seen.append(("pulled", i, j))
+        if run.edges.targets:
+            found[Kind.LOSS] = lambda i, j: self.seen.append(("counted", i, j))
+        return found
 
     def _scale(self, i: int, j: int) -> None:
         with self.stage.changing_gradients() as gradients:
@@ -78,7 +84,11 @@ def test_steps_and_hooks(method: str) -> None:
         assert torch.equal(mine, theirs), name
     of_stages = [stage.passes[1].seen for stage in pipe._executor.stages]
     for k, seen in enumerate(of_stages):
-        scaled = [step for step in seen if step[0] != "lost"]
+        scaled = [step for step in seen if step == "begin" or step[0] in ("scale", "updated")]
+        assert [step for step in seen if step[0] == "pulled"] == [
+            ("pulled", i, 0) for i in range(6) if not k
+        ]
+        assert (("counted", 4, 1) in seen) == (k == 2)
         assert scaled[:3] == ["begin", ("scale", 0, 0, 4), ("updated", 0)]
         assert len(scaled) == 1 + 2 * len(data)
         assert (("lost", 4, 1) in seen) == (k == 2)
