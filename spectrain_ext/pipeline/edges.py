@@ -70,8 +70,10 @@ class Cursor:
     A stage learns of a minibatch, and of the end of the run, from the messages of its forwards.
     """
 
-    def __init__(self, instructions: Iterator[Instruction]) -> None:
+    def __init__(self, instructions: Iterator[Instruction], microbatches: int) -> None:
         self._instructions = instructions  # of the schedule; endless
+        self._microbatches = microbatches  # of each minibatch in the schedule
+        self._limited = False  # whether the run may lack some of the schedule's instructions
         self.upcoming = next(instructions, None)  # whether or not the run contains it
         self.minibatches: int | None = None  # the length of the run, once it is known
         self.added = 0
@@ -85,10 +87,12 @@ class Cursor:
         """Add a minibatch; a small one has fewer microbatches than the schedule."""
         self.shares[self.added] = [0.0] * microbatches
         self.added += 1
+        if microbatches < self._microbatches:
+            self._limited = True
 
     def stop(self) -> None:
         """Note that no minibatches follow those added."""
-        self.minibatches = self.added
+        self.minibatches, self._limited = self.added, True
 
     def peek(self) -> Instruction | None:
         """Return the instruction that comes next, as far as is known now."""
@@ -106,7 +110,7 @@ class Cursor:
 
     def take(self) -> Instruction | None:
         """Advance to the next instruction and return it; None: the stage has finished."""
-        self.current, self.step = self.peek(), 0
+        self.current, self.step = self.peek() if self._limited else self.upcoming, 0
         self.finished = self.current is None
         if not self.finished:
             self.upcoming = next(self._instructions, None)

@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_map_only
 
 from spectrain_ext.rng import States
-from spectrain_ext.transport import Buffer, Header, Message, Slot
+from spectrain_ext.transport import Buffer, Header, Message, Microbatches, Receiver, Slot
 from spectrain_ext.transport.message import TENSOR, flattened, tensors_in, unflattened
 
 _DESCRIBED = 200  # characters about what a module was called with
@@ -40,8 +40,12 @@ class Tape:
     output: Any  # where the backward starts: the module's output, or the loss on the last stage
     message: Message  # the output without its graph, if it goes to another stage
     arrived: Slot  # the slot of the output's gradients, or of the target on the last stage
+    # On the last stage: all targets of the minibatch and this one's, the loss's weight in that of
+    # the minibatch, and what it is a sum over.
+    targets: Targets
     target: Any
-    count: Tensor | None  # what the loss is a sum over, on the last stage
+    weight: float
+    count: Tensor | None
     rest: Callable[[], None] | None  # the second half of the backward; None: nothing is left
     # Only with recomputation: random numbers, module buffers, and the loss.
     states: States
@@ -58,9 +62,17 @@ class Tape:
 class Targets:
     """The targets of one minibatch in one receive buffer."""
 
-    def __init__(self, slot: Slot, parts: list[Any]) -> None:
-        self.slot, self.parts = slot, parts
-        self.left = len(parts)  # microbatches whose backwards have not ended
+    def __init__(self, edge: Receiver, slot: Slot) -> None:
+        value = packed(slot.message, slot.message.tensors)
+        self.parts = value if isinstance(value, Microbatches) else [value]
+        self.slot, self._edge = slot, edge
+        self._left = len(self.parts)  # microbatches whose backwards have not ended
+
+    def note_used(self) -> None:
+        """Note the end of a microbatch's backward; the last one frees the buffer."""
+        self._left -= 1
+        if not self._left:
+            self._edge.free(self.slot)
 
 
 class ModuleBuffers:
@@ -155,16 +167,19 @@ def run_on(
                 value = Entry.apply(leaf)  # type: ignore[no-untyped-call]
         leaves.append(leaf)
         values.append(value)
-    return leaves, called(module, input=packed(message, values))
+    return leaves, called(
+        module, "input", values[0] if message.form == TENSOR else packed(message, values)
+    )
 
 
-def called(function: Callable[..., Any], **values: Any) -> Any:
+def called(function: Callable[..., Any], names: str, *values: Any) -> Any:
     """Call a module or a loss with the values; an exception gets a note about their shapes."""
     try:
-        return function(*values.values())
+        return function(*values)
     except Exception as error:
         looks = tree_map_only(Tensor, lambda t: f"{t.dtype} of shape {tuple(t.shape)}", values)
-        listed = (f"{name} {str(look)[:_DESCRIBED]}" for name, look in looks.items())
+        named = zip(names.split(", "), looks, strict=True)
+        listed = (f"{name} {str(look)[:_DESCRIBED]}" for name, look in named)
         error.add_note(f"called with {', '.join(listed)}")
         raise
 
@@ -222,14 +237,13 @@ def seeded(
 
     And the count, which is the last of the gradients if the loss is a sum, otherwise None.
     """
-    outputs, count = [output] if isinstance(output, Tensor) else [*tensors_in(output)], None
+    outputs, count = (output,) if isinstance(output, Tensor) else (*tensors_in(output),), None
     if len(gradients) > len(outputs):
         *gradients, count = gradients
-    pairs = [
-        (tensor, seed)
-        for tensor, seed in zip(outputs, gradients, strict=True)
-        if seed is not None and tensor.requires_grad
-    ]
+    pairs = []
+    for tensor, seed in zip(outputs, gradients, strict=True):
+        if seed is not None and tensor.requires_grad:
+            pairs.append((tensor, seed))
     return pairs, count
 
 

@@ -178,8 +178,9 @@ class GlobalNorm:
         """Whether these stages have given theirs for the current minibatch."""
         return all(stage in self._given for stage in stages)
 
-    def complete(self, i: int) -> bool:
-        return i == self._minibatch and len(self._given) == self._stages
+    def __len__(self) -> int:
+        """Return 0 until it is complete."""
+        return int(len(self._given) == self._stages)
 
     def take(self, i: int, stream: Stream, device: torch.device) -> Tensor:
         """Return the norm over all stages, computed on one stage's stream."""
@@ -195,7 +196,7 @@ class GlobalNorm:
             return float(given[:, 1].amax())
 
     def _taken(self, i: int, stream: Stream, device: torch.device) -> Tensor:
-        assert self.complete(i)
+        assert i == self._minibatch and len(self), "not complete"
         # Sorted, so that the bits do not depend on the order.
         given = [self._given[stage] for stage in sorted(self._given)]
         for _, _, other in given:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,6 @@ from .ties import Copy, TiedStages
 
 if TYPE_CHECKING:
     from .tie_ends import Borrower, Lender
-
-#: Whether the input of an instruction has arrived; without side effects.
-Ready = Callable[[int, int], bool]
 
 
 class Wires:
@@ -137,28 +134,22 @@ class Wires:
             *(end for end in self.remote.values() if hasattr(end, "receive")),
         )
 
-    def ready(self, k: int) -> dict[Kind, Ready]:
-        """Return what a stage's steps wait for; others wait for nothing, or block."""
-        edges, ready = self.edges[k], {}
-        if not edges.inputs[0].blocks:
-            ready[Kind.RECEIVE_ACTIVATION] = _has(edges.inputs)
-        if edges.gradients and not edges.gradients[0].blocks:
-            ready[Kind.RECEIVE_GRADIENT] = ready[Kind.RECEIVE_WORD] = _has(edges.gradients)
-        if self.ties.lenders[k]:
-            ready[Kind.ADD_TIED_GRADIENTS] = lambda i, j: self.ties.gradients_are_there(k)
-        return ready
+    def inputs(self, k: int) -> Iterator[dict[Kind, Sized]]:
+        """Yield what a stage's steps wait for, for each microbatch; others do not, or block."""
+        edges = self.edges[k]
+        for j, receiver in enumerate(edges.inputs):
+            inputs = {Kind.RECEIVE_ACTIVATION: receiver.arrived}
+            if edges.gradients:
+                arrived = edges.gradients[j].arrived
+                inputs |= {Kind.RECEIVE_GRADIENT: arrived, Kind.RECEIVE_WORD: arrived}
+            if self.ties.lenders[k]:
+                inputs[Kind.ADD_TIED_GRADIENTS] = self.ties.gradients_for(k)
+            yield {kind: arrived for kind, arrived in inputs.items() if arrived is not None}
 
     def begin(self) -> None:
         """Begin a run on these edges, which the last one has left empty."""
         for edge in self.local_edges:
             edge.begin()
-
-
-def _has(receivers: Sequence[Receiver]) -> Ready:
-    only = receivers[0]
-    if all(each is only for each in receivers):
-        return only.has
-    return lambda i, j: receivers[j].has(i, j)
 
 
 # Ties.
@@ -214,10 +205,11 @@ class Ties:
             steps[Kind.SEND_TIED_GRADIENTS] = in_turn(*(end.send_gradients for end in borrow))
         return steps
 
-    def gradients_are_there(self, stage: int) -> bool:
-        """Whether a stage's update has all gradients; a copy may put off those of its weights."""
-        edges = [end.gradients for end in self.lenders[stage]]
-        return all(edge is None or edge.blocks or edge.has() for edge in edges)
+    def gradients_for(self, stage: int) -> Sized:
+        """Return what is empty until a stage's update has all gradients of its copies."""
+        # A copy may put off the second half of a backward, which gives them.
+        edges = [end.gradients for end in self.lenders[stage] if end.gradients is not None]
+        return _All([edge.arrived for edge in edges if edge.arrived is not None])
 
     # A run.
 
@@ -243,3 +235,13 @@ class Ties:
         """Forget the run; may be repeated."""
         for borrower in chain(*self.borrowers.values()):
             borrower.end()
+
+
+class _All:
+    """Empty until none of several is."""
+
+    def __init__(self, members: Sequence[Sized]) -> None:
+        self._members = members
+
+    def __len__(self) -> int:
+        return int(all(self._members))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sized
+from itertools import cycle
 from typing import Protocol
 
 import torch
@@ -63,10 +66,7 @@ class Receiver(Protocol):
     """Receives a stage's messages, in the order in which they were sent."""
 
     stream: Stream
-    blocks: bool  # whether ``receive`` blocks the CPU until a message is there
-
-    def has(self, i: int = 0, j: int = 0) -> bool:
-        """Whether the next message, of this microbatch, or the end has been sent."""
+    arrived: Sized | None  # the messages to receive, the end too; None: ``receive`` blocks the CPU
 
     def receive(self) -> Slot | None:
         """Return the next message, for the receiver's stream until ``free``; None: the end."""
@@ -78,7 +78,6 @@ class Receiver(Protocol):
 class Edge:
     """A directed edge: a copy stream, and a ring of buffers on the receiver's device."""
 
-    blocks = False
     by_reference = True
 
     def __init__(
@@ -98,14 +97,14 @@ class Edge:
         self._immediate = self.stream.immediate and receiver.immediate
         self._from_stage = source is not None
         self._ring = [Slot(f"{name}, slot {q}", self.stream, receiver) for q in range(depth)]
-        self._sent = self._received = 0
+        self._slots = cycle(self._ring)
+        self.arrived: deque[Slot | None] = deque()  # None: the end
         self.sent_bytes = 0
-        self._ended = False
 
     def send(
         self, message: Message, source: Buffer, *ready: Event, header: Header = NO_HEADER
     ) -> Event:
-        slot = self._ring[self._sent % len(self._ring)]
+        slot = next(self._slots)
         assert slot.message is NO_MESSAGE, f"{slot.buffer.name} is in use"
         given, looks = message.tensors, likeness(message.tensors)
         if looks != slot.likeness:
@@ -133,7 +132,7 @@ class Edge:
         slot.message = Message(tuple(views), message.differentiable, message.form)
         slot.header = header
         self.sent_bytes += slot.nbytes
-        self._sent += 1
+        self.arrived.append(slot)
         return slot.arrived
 
     def _fit(self, slot: Slot, message: Message, looks: Likeness) -> None:
@@ -176,21 +175,16 @@ class Edge:
         return found
 
     def begin(self) -> None:
-        self._ended = False
+        self.arrived.clear()  # the end of the run before
 
     def end(self) -> None:
-        self._ended = True
-
-    def has(self, i: int = 0, j: int = 0) -> bool:
-        return self._received < self._sent or self._ended
+        self.arrived.append(None)
 
     def receive(self) -> Slot | None:
-        if self._received == self._sent:
-            assert self._ended, "nothing has arrived"
-            return None
-        slot = self._ring[self._received % len(self._ring)]
-        self._received += 1
-        if not self._immediate:
+        slot = self.arrived.popleft()
+        if slot is None:
+            self.end()  # of all that follow as well
+        elif not self._immediate:
             self._receiver.wait(slot.arrived)
         return slot
 
@@ -203,8 +197,7 @@ class Edge:
         """Forget all messages; they are freed, or all work has been waited for."""
         for slot in self._ring:
             slot.message = NO_MESSAGE
-        self._sent = self._received = 0
-        self._ended = False
+        self.arrived.clear()
 
     def free_storage(self) -> None:
         """Free the receive buffers, outside of a run."""
