@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from spectrain_ext.transport import Buffer, Sender, callers_stream
+from spectrain_ext.transport import Buffer, Sender, Stream, callers_stream
 from spectrain_ext.transport.message import (
     NO_HEADER,
     Header,
@@ -278,8 +279,10 @@ def joined_targets(messages: Sequence[Message]) -> Message:
 
 def send_batch(edge: Sender, message: Message, batch: Buffer, header: Header = NO_HEADER) -> None:
     """Send the input or the target of the caller's batch to its stage."""
-    devices = dict.fromkeys(tensor.device for tensor in message.tensors if tensor is not None)
-    callers = {device: callers_stream(device) for device in devices}
+    callers: dict[torch.device, Stream] = {}
+    for tensor in message.tensors:
+        if tensor is not None and tensor.device not in callers:
+            callers[tensor.device] = callers_stream(tensor.device)
     if not callers:
         batch = Buffer("no tensors")
     given = []

@@ -23,7 +23,7 @@ from spectrain_ext.transport import (
 )
 from spectrain_ext.weights.storage import SavedWeights
 
-from .edges import Cursor, StageEdges, received
+from .edges import Cursor, StageEdges, missing
 from .loads import note_read
 from .passes import Handler, hooks
 from .stage import NOTHING, Stage
@@ -223,10 +223,10 @@ class Compute:
                 tape.module_buffers = [ModuleBuffers(stage.module)]
                 # Copies, since the second forward needs the inputs as they were.
                 copies = [None if t is None else t.clone() for t in message.tensors]
-                tape.output = called(stage.module, "input", packed(message, copies))
+                tape.output = called(stage.module, input=packed(message, copies))
             else:
                 value = packed(message, message.tensors)
-                tape.output = copied_out(called(stage.module, "input", value), message)
+                tape.output = copied_out(called(stage.module, input=value), message)
         if self._edges.to_next:
             tape.message = activation(tape.output)
             if not graph and self._trains:
@@ -245,19 +245,19 @@ class Compute:
         # module costs as much as a small layer, so it stays only if the first forward needed it,
         # and comes back if a later one does.
         stage = self._stage
-        if stage.in_place is not False:
-            before = _versions(message)
-            ran = run_on(stage.module, message, entry=True)
-            stage.note_in_place(bool(stage.in_place) or _versions(message) != before)
-            return ran
+        entry = stage.in_place is not False
+        before = _versions(message) if entry else []
         try:
-            return run_on(stage.module, message, entry=False)
+            ran = run_on(stage.module, message, entry)
         except RuntimeError as error:
-            if "leaf Variable that requires grad" not in str(error):
+            if entry or "leaf Variable that requires grad" not in str(error):
                 raise
-        stage.note_in_place(True)
-        stage.random.rewind()
-        return run_on(stage.module, message, entry=True)
+            stage.note_in_place(True)
+            stage.random.rewind()
+            return run_on(stage.module, message, entry=True)
+        if entry:
+            stage.note_in_place(bool(stage.in_place) or _versions(message) != before)
+        return ran
 
     def _send_activation(self, i: int, j: int) -> None:
         tape, to = self.tapes[i, j], self._edges.to_next[j]
@@ -290,7 +290,7 @@ class Compute:
 
     def _receive_gradient(self, i: int, j: int) -> None:
         edge = self._edges.gradients[j]
-        slot = received(edge, "the next stage has ended its run, and a gradient")
+        slot = edge.receive() or missing("the next stage has ended its run, and a gradient")
         if self._received_gradient:
             with self._stage.computing(reads=(slot.buffer,)):
                 for unpack in self._received_gradient:
@@ -418,7 +418,7 @@ class Compute:
 
     def _receive_word(self, i: int, j: int) -> None:
         edge = self._edges.gradients[j]
-        edge.free(received(edge, "the next stage has ended its run, and its word"))
+        edge.free(edge.receive() or missing("the next stage has ended its run, and its word"))
 
     def _send_word(self, i: int, j: int) -> None:
         edge = self._edges.to_previous[j]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Never
 
 from torch import Tensor
 
 from spectrain_ext.errors import placed
 from spectrain_ext.interrupts import waiting
 from spectrain_ext.schedule import Instruction, Kind, Replicas
-from spectrain_ext.transport import Buffer, Header, Receiver, Sender, Slot
+from spectrain_ext.transport import Buffer, Header, Receiver, Sender
 
 from .batch import (
     Microbatch,
@@ -56,12 +56,9 @@ class StageEdges:
             edge.end()
 
 
-def received(edge: Receiver, what: str) -> Slot:
-    """Return the next message; RuntimeError at the end of the run, which comes too early."""
-    slot = edge.receive()
-    if slot is None:
-        raise RuntimeError(f"{what} is missing")
-    return slot
+def missing(what: str) -> Never:
+    """Raise RuntimeError: the end of the run has come before a message."""
+    raise RuntimeError(f"{what} is missing")
 
 
 class Cursor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from spectrain_ext.schedule import Kind
 from spectrain_ext.weights import StageWeights
 from spectrain_ext.weights.storage import Content, Storage, VersionBuffer
@@ -18,34 +21,31 @@ class Loads:
 
     def handlers(self) -> dict[Kind, Handler]:
         versions = self._versions
-
-        def forward(i: int, j: int) -> None:
-            self._load(versions.for_forward(i, j))
-
-        def backward(i: int, j: int) -> None:
-            self._load(versions.for_backward(i, j))
-
-        def backward_input(i: int, j: int) -> None:  # the first half: the second reads them too
-            self._load(versions.for_backward(i, j, ends=False))
-
+        # The second half of a backward reads the weights of the first half too.
+        first_half = partial(versions.for_backward, ends=False)
         return {
-            Kind.LOAD_FORWARD: forward,
-            Kind.LOAD_BACKWARD: backward,
-            Kind.LOAD_BACKWARD_INPUT: backward_input,
+            Kind.LOAD_FORWARD: self._loading(versions.for_forward),
+            Kind.LOAD_BACKWARD: self._loading(versions.for_backward),
+            Kind.LOAD_BACKWARD_INPUT: self._loading(first_half),
         }
 
-    def _load(self, content: Content) -> None:
-        """Compute with these weights from here on; write them first unless a buffer holds them."""
-        storage = self._storage
-        buffer = self._versions.find(content)
-        if buffer is None:
-            buffer = self._written(content)
-        if not buffer.awaited:
-            assert buffer.written is not None
-            self._stage.compute.wait(buffer.written)
-            buffer.awaited = True
-        if buffer is not storage.bound:
-            storage.point(buffer)
+    def _loading(self, read_by: Callable[[int, int], Content]) -> Handler:
+        """Return the step after which the stage computes with the weights that one reads."""
+        storage, compute = self._storage, self._stage.compute
+
+        def load(i: int, j: int) -> None:
+            content, buffer = read_by(i, j), storage.bound
+            if buffer.content != content:
+                # Write them first unless another buffer holds them.
+                buffer = self._versions.find(content) or self._written(content)
+            if not buffer.awaited:
+                assert buffer.written is not None
+                compute.wait(buffer.written)
+                buffer.awaited = True
+            if buffer is not storage.bound:
+                storage.point(buffer)
+
+        return load
 
     def _written(self, content: Content) -> VersionBuffer:
         stage, buffer, storage = self._stage, self._versions.room(content), self._storage

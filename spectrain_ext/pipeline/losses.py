@@ -16,7 +16,7 @@ from spectrain_ext.errors import placed
 from spectrain_ext.rng import RNG_LOCK
 from spectrain_ext.transport import Buffer, Message, Receiver, Slot, callers_stream
 
-from .edges import received
+from .edges import missing
 from .passes import Handler, hooks
 from .stage import NOTHING
 from .stage_run import StageRun
@@ -165,7 +165,7 @@ class Losses:
             if not graph:
                 tape.module_buffers.append(ModuleBuffers(loss_fn))
                 tape.loss_fn = loss_fn
-            returned = called(loss_fn, "output, target", tape.output, tape.target)
+            returned = called(loss_fn, output=tape.output, target=tape.target)
             loss, count = checked_loss(returned, stage.device)
             if self._keep is not None:
                 self._parts.append(_kept(self._keep, tape.output, tape.target))
@@ -213,7 +213,7 @@ def measuring(last: StageRun, measure: Callable[..., Any]) -> Handler:
         message, writes = slot.message, (slot.buffer, tape.buffer)
         with stage.computing(writes=writes), torch.no_grad(), RNG_LOCK, compute.numbers:
             copies = [None if t is None else t.clone() for t in message.tensors]
-            called(measure, "output, target", tape.output, packed(message, copies))
+            called(measure, output=tape.output, target=packed(message, copies))
         stage.compute.record(stage.computed)
         edges.targets[j].free(slot)
         stage.compute.writes(tape.buffer)  # freed
@@ -222,7 +222,7 @@ def measuring(last: StageRun, measure: Callable[..., Any]) -> Handler:
 
 
 def received_target(edge: Receiver) -> Slot:
-    return received(edge, "the run has ended where batches come in, and a target")
+    return edge.receive() or missing("the run has ended where batches come in, and a target")
 
 
 def mean_of(total: Tensor, count: Tensor) -> Tensor:

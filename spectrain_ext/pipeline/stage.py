@@ -156,7 +156,7 @@ class Stage:
     @property
     def skips(self) -> bool:
         """Whether a pass leaves out the update of the minibatch that the stage is finishing."""
-        return any([each.skips for each in self.passes])
+        return bool(self.passes) and any([each.skips for each in self.passes])
 
     @property
     def undone(self) -> int:

@@ -167,21 +167,27 @@ def run_on(
                 value = Entry.apply(leaf)  # type: ignore[no-untyped-call]
         leaves.append(leaf)
         values.append(value)
-    return leaves, called(
-        module, "input", values[0] if message.form == TENSOR else packed(message, values)
-    )
-
-
-def called(function: Callable[..., Any], names: str, *values: Any) -> Any:
-    """Call a module or a loss with the values; an exception gets a note about their shapes."""
+    given = values[0] if message.form == TENSOR else packed(message, values)
     try:
-        return function(*values)
+        return leaves, module(given)
     except Exception as error:
-        looks = tree_map_only(Tensor, lambda t: f"{t.dtype} of shape {tuple(t.shape)}", values)
-        named = zip(names.split(", "), looks, strict=True)
-        listed = (f"{name} {str(look)[:_DESCRIBED]}" for name, look in named)
-        error.add_note(f"called with {', '.join(listed)}")
+        _note_values(error, input=given)
         raise
+
+
+def called(function: Callable[..., Any], **values: Any) -> Any:
+    try:
+        return function(*values.values())
+    except Exception as error:
+        _note_values(error, **values)
+        raise
+
+
+def _note_values(error: Exception, **values: Any) -> None:
+    """Add a note about what a module or a loss was called with."""
+    looks = tree_map_only(Tensor, lambda t: f"{t.dtype} of shape {tuple(t.shape)}", values)
+    listed = (f"{name} {str(look)[:_DESCRIBED]}" for name, look in looks.items())
+    error.add_note(f"called with {', '.join(listed)}")
 
 
 def copied_out(value: Any, message: Message) -> Any:

@@ -49,7 +49,7 @@ def test_a_ring_keeps_its_memory_for_smaller_messages():
         except OrderingError:
             waits = False
         slot = edge.receive()
-        assert not edge.has()
+        assert not edge.arrived
         received, nothing = slot.message.tensors
         assert nothing is None and torch.equal(received, value)
         assert received.stride() == value.stride()
