@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import takewhile
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -99,7 +100,6 @@ class Pipeline(Loops):
         method: the Method.
         devices: a device per stage.
         minibatches: how many have begun, in all runs.
-        phase: the index of the method's phase that training has reached.
 
     Raises:
         TypeError, ValueError: an argument that does not fit; the message names it.
@@ -170,7 +170,7 @@ class Pipeline(Loops):
                 *(clip_norm, clip_scope),
             )
             self.method, self.devices = chosen, tuple(where)
-            self.minibatches, self.phase = 0, 0
+            self.minibatches = 0
             if len(here) == replicas.stages:
                 check_trains(weights is not None for weights in made)
             own = [
@@ -363,25 +363,23 @@ class Pipeline(Loops):
         self, batches: Iterator[object], observers: Sequence[Observer], keep: Keep | None
     ) -> Iterator[Result]:
         """Train until a phase of the method begins, enter it, and go on."""
-        from .segments import Segment, Until, segments
+        from .segments import Segment, segments
 
-        before, until = self.minibatches, Until(None)
+        before = self.minibatches
+
+        def ends(taken: int) -> bool:
+            then = self._entered.method.then
+            return then is not None and self.minibatches + taken >= then.after
 
         def run(segment: Iterable[object]) -> Iterator[Result]:
-            nonlocal until
-            until = Until(self._entered.method.then)
-            return self._counted(segment, (*observers, until), keep)
+            return self._counted(segment, observers, keep)
 
         def follow(segment: Segment, left: bool) -> int | None:
             if self._entered.method.then is None:
                 return None
 
-            def decide() -> tuple[bool, bool]:
-                return until.begins(self.minibatches), segment.cut and not left
-
-            # The first process decides where a phase ends, since it is the one that ends a run.
-            over, more = self._gather_from_ranks(decide, "ending a phase")[0]
-            self.phase += over
+            # Whether there are more batches is known to the first process, which takes them.
+            more = self._gather_from_ranks(lambda: segment.cut and not left, "ending a phase")[0]
             if not more:
                 return None
             self._enter()
@@ -389,15 +387,17 @@ class Pipeline(Loops):
                 observer.changed(self._entered.rules, self.minibatches - before)
             return self.minibatches - before
 
-        return segments(batches, lambda taken: until.begins(self.minibatches + taken), run, follow)
+        return segments(batches, ends, run, follow)
+
+    @property
+    def phase(self) -> int:
+        """The index of the method's phase that training has reached."""
+        moments = (then.after for phase in self._phases if (then := phase.method.then))
+        return sum(1 for _ in takewhile(self.minibatches.__ge__, moments))
 
     def _enter(self) -> None:
         with deferred():
             self._refuse_changed_flags()
-            while (then := self._phases[self.phase].method.then) is not None and (
-                then.after is not None and self.minibatches >= then.after
-            ):
-                self.phase += 1
             now = self._phases[self.phase]
             changes = now is not self._entered
             for stage in self._executor.stages:

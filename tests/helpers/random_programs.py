@@ -180,7 +180,7 @@ class Program:
             self.method = self.pick(*FLUSHING)
         else:
             named = [*DEFINITIONS, "spectrain difference"]
-            self.method = self.pick(*named, *["pipedream until a gap"] * self.exactly)
+            self.method = self.pick(*named, *["pipedream+sync@9"] * self.exactly)
             if self.chance(0.12):
                 first, then = self.pick(*HYBRIDS)
                 self.method = f"{first}+{then}@{self.draw.randrange(10)}"
