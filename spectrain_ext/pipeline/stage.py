@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from .names import bare
 from .passes import Pass
 
 if TYPE_CHECKING:
+    from .processes import Processes
     from .recomputing import RecomputedBlocks
 
 NOTHING = nullcontext()
@@ -52,7 +53,7 @@ class Stage:
         module: nn.Module,
         device: torch.device,
         weights: StageWeights | None,
-        processes: Any,  # see ``Pass.on``
+        processes: Processes,
         replica: int = 0,
         passes: Sequence[Pass] = (),
         recomputes: bool = False,

@@ -66,7 +66,10 @@ class Receiver(Protocol):
     """Receives a stage's messages, in the order in which they were sent."""
 
     stream: Stream
-    arrived: Sized | None  # the messages to receive, the end too; None: ``receive`` blocks the CPU
+
+    @property
+    def arrived(self) -> Sized | None:
+        """The messages to receive, with the end; None: ``receive`` blocks the CPU."""
 
     def receive(self) -> Slot | None:
         """Return the next message, for the receiver's stream until ``free``; None: the end."""
