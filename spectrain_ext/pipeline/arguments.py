@@ -289,14 +289,10 @@ def check_master_dtype(master_dtype: object, modules: Sequence[nn.Module]) -> No
 
 
 def check_recompute(recompute: object) -> None:
-    if not isinstance(recompute, int) and not callable(recompute):
+    if not isinstance(recompute, bool):
         raise TypeError(
-            "recompute: expected a bool, an int or a function of a name and a module, got "
-            f"{type(recompute).__name__}"
-        )
-    if not isinstance(recompute, bool) and isinstance(recompute, int) and recompute < 1:
-        raise ValueError(
-            f"recompute: expected at least 1, for every block, or a bool, got {recompute}"
+            f"recompute: expected a bool, got {type(recompute).__name__}; to recompute blocks, "
+            "checkpoint them in the stages"
         )
 
 

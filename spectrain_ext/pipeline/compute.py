@@ -120,8 +120,6 @@ class Compute:
                 self.follows = SavedWeights(weights.storage)
             for save in saving:
                 self.follows = save(self.follows)
-            if stage.blocks is not None:
-                stage.blocks.begin()
         else:
             self.numbers = NOTHING
             if self._mode is Mode.EVALUATE:
@@ -164,8 +162,6 @@ class Compute:
             buffers.__exit__()
         self._entered = ()
         if self._trains:
-            if self._stage.blocks is not None:
-                self._stage.blocks.end()
             self._stage.compute.record(self._stage.computed)
         self.follows = NOTHING  # it would keep all buffers
         self._in_transit.reset()
@@ -330,8 +326,7 @@ class Compute:
         """Compute the gradients of the input, and those that cannot wait."""
         tape = self.tapes[i, j]
         # A recomputed graph is differentiated as a whole: it should not live until the second half.
-        halves = not self._stage.recomputes and self._stage.blocks is None
-        tape.rest = self._differentiate(i, j, tape, halves)
+        tape.rest = self._differentiate(i, j, tape, halves=not self._stage.recomputes)
         if not self._stage.immediate:
             note_read(self._stage)
 
@@ -365,7 +360,7 @@ class Compute:
             updates.free_gradients()
         outgoing = self._untracked or Buffer("gradients of the input")
         reads = (tape.buffer, tape.slot.buffer, tape.arrived.buffer)
-        # torch.utils.checkpoint runs blocks again, and exchanges the random numbers there.
+        # Checkpointed parts run again, and exchange the module buffers there.
         writes = (stage.weight_gradients, stage.module_buffers, outgoing)
         # A hook may draw random numbers.
         with stage.computing(reads=reads, writes=writes, weights=True), RNG_LOCK:

@@ -65,8 +65,6 @@ from .wires import Wires
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
-    from .recomputing import Recompute
-
 
 _logger = logging.getLogger(__name__)
 
@@ -90,8 +88,7 @@ class Pipeline(Loops):
         clip_norm: the largest 2-norm of a gradient; larger ones are scaled. None: the method's.
         clip_scope: whose norm: each ``"stage"``'s, ``"global"`` (of all stages), or ``"auto"``.
         master_dtype: ``torch.float32`` keeps float32 master weights of 16-bit parameters.
-        recompute: what backwards compute again instead of keeping it: True, whole stages; k, every
-            k-th block; or a policy ``(name, module) -> bool``.
+        recompute: whether backwards run a stage's forward again instead of keeping activations.
         split_dim: the dimension of the samples in a batch's tensors, for all or for each of them.
         count: ``target -> number`` that a minibatch's sum of losses is divided by.
         passes: optional behaviours, of ``spectrain_ext.passes`` or your own, in order.
@@ -132,7 +129,7 @@ class Pipeline(Loops):
         clip_norm: float | None = None,
         clip_scope: Literal["auto", "stage", "global"] = "auto",
         master_dtype: torch.dtype | None = None,
-        recompute: Recompute = False,
+        recompute: bool = False,
         split_dim: SplitDim = 0,
         count: Callable[[Any], float | Tensor] | None = None,
         passes: Sequence[Pass] = (),
@@ -157,11 +154,6 @@ class Pipeline(Loops):
             of_phases = phase_places(chosen, replicas.stages, parts, window, replicas)
             check_master_dtype(master_dtype, modules)
             check_recompute(recompute)
-            blocks: Mapping[int, Mapping[str, nn.Module]] = {}
-            if not isinstance(recompute, bool):
-                from .recomputing import recomputed_blocks
-
-                blocks = recomputed_blocks(here, recompute)
             sides_of(split_dim)
             check_loss_fn(loss_fn, parts, count)
             check_functions(optimizer, loss_fn, scheduler)
@@ -178,8 +170,7 @@ class Pipeline(Loops):
                     *(k, module, device, weights, processes),
                     replica=processes.replica,
                     passes=self._passes,
-                    recomputes=recompute is True,
-                    blocks=blocks.get(k),
+                    recomputes=recompute,
                 )
                 for (k, module), device, weights in zip(here.items(), where, made, strict=True)
             ]
