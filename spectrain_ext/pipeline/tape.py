@@ -92,20 +92,20 @@ class ModuleBuffers:
 
     def __enter__(self) -> None:
         copies = {tensor: kept.clone() for tensor, kept in self._kept.items()}
-        self._now = [dict(held) for held, _ in self._original]
-        for held, original in self._original:
+        self._now = [dict(buffers) for buffers, _ in self._original]
+        for buffers, original in self._original:
             for name, tensor in original.items():
-                held[name] = None if tensor is None else copies[tensor]
+                buffers[name] = None if tensor is None else copies[tensor]
 
     def __exit__(self, *raised: object) -> None:
-        for (held, _), now in zip(self._original, self._now, strict=False):
-            held.update(now)
+        for (buffers, _), now in zip(self._original, self._now, strict=False):
+            buffers.update(now)
         self._now = []  # so that a second call does nothing
 
     def restore(self) -> None:
         """Put the values back; call this when no graph needs the buffers any more."""
-        for held, original in self._original:
-            held.update(original)
+        for buffers, original in self._original:
+            buffers.update(original)
         for tensor, value in self._kept.items():
             tensor.copy_(value)
 
@@ -167,11 +167,11 @@ def run_on(
                 value = Entry.apply(leaf)  # type: ignore[no-untyped-call]
         leaves.append(leaf)
         values.append(value)
-    given = values[0] if message.form == TENSOR else packed(message, values)
+    argument = values[0] if message.form == TENSOR else packed(message, values)
     try:
-        return leaves, module(given)
+        return leaves, module(argument)
     except Exception as error:
-        _note_values(error, input=given)
+        _note_values(error, input=argument)
         raise
 
 

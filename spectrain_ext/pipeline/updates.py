@@ -68,10 +68,10 @@ class Updates:
         predict.wait(stage.computed)
         params = () if stage.weights is None else stage.weights.params
         with predict.using(reads=(stage.weight_gradients,), writes=(buffer,)):
-            own = gradient_norm(params, stage.device).double()
-            told = max([each.tells(i) for each in stage.passes], default=0.0)
-            own = torch.stack([own, torch.full_like(own, told)])
-        norm.give(i, stage.index, own, buffer, predict)
+            norm_here = gradient_norm(params, stage.device).double()
+            number = max([each.tells(i) for each in stage.passes], default=0.0)
+            norm_here = torch.stack([norm_here, torch.full_like(norm_here, number)])
+        norm.give(i, stage.index, norm_here, buffer, predict)
 
     def _clip(self, i: int, j: int) -> None:
         stage, (max_norm, globally) = self._stage, self._clipping
@@ -184,27 +184,27 @@ class GlobalNorm:
 
     def take(self, i: int, stream: Stream, device: torch.device) -> Tensor:
         """Return the norm over all stages, computed on one stage's stream."""
-        given = self._taken(i, stream, device)
+        of_stages = self._taken(i, stream, device)
         with stream.using():
-            total: Tensor = torch.linalg.vector_norm(given[:, 0])
+            total: Tensor = torch.linalg.vector_norm(of_stages[:, 0])
         return total
 
     def told(self, i: int, stream: Stream, device: torch.device) -> float:
         """Return the largest number of all stages. Synchronizes."""
-        given = self._taken(i, stream, device)
+        of_stages = self._taken(i, stream, device)
         with stream.using():
-            return float(given[:, 1].amax())
+            return float(of_stages[:, 1].amax())
 
     def _taken(self, i: int, stream: Stream, device: torch.device) -> Tensor:
         assert i == self._minibatch and len(self), "not complete"
         # Sorted, so that the bits do not depend on the order.
-        given = [self._given[stage] for stage in sorted(self._given)]
-        for _, _, other in given:
+        of_stages = [self._given[stage] for stage in sorted(self._given)]
+        for _, _, other in of_stages:
             written = other.event()
             other.record(written)
             stream.wait(written)
-        with stream.using(reads=[buffer for _, buffer, _ in given]):
-            norms = [norm.to(device, torch.float64, non_blocking=True) for norm, *_ in given]
+        with stream.using(reads=[buffer for _, buffer, _ in of_stages]):
+            norms = [norm.to(device, torch.float64, non_blocking=True) for norm, *_ in of_stages]
             return torch.stack(norms)
 
     def reset(self) -> None:

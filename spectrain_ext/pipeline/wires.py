@@ -57,41 +57,41 @@ class Wires:
     def _edges_of(self, k: int) -> StageEdges:
         """Return a stage's edges; its l-th microbatch is the minibatch's replica + l * replicas."""
         replicas, count = self._replicas, self._replicas.counts[k]
-        mine = [self._replica + j * count for j in range(self._places[k].microbatches)]
+        microbatches = [self._replica + j * count for j in range(self._places[k].microbatches)]
         here = replicas.runs(k, self._replica)
-        made = StageEdges(self._replica, count)
+        edges = StageEdges(self._replica, count)
         if k == 0:
-            made.inputs = [self._edge(Traffic.INPUTS, None, here)] * len(mine)
+            edges.inputs = [self._edge(Traffic.INPUTS, None, here)] * len(microbatches)
         else:
-            before = [replicas.runs(k - 1, n) for n in mine]
-            made.inputs = [self._edge(Traffic.ACTIVATIONS, a, here) for a in before]
-            made.to_previous = [self._edge(Traffic.GRADIENTS, here, b) for b in before]
+            before = [replicas.runs(k - 1, n) for n in microbatches]
+            edges.inputs = [self._edge(Traffic.ACTIVATIONS, a, here) for a in before]
+            edges.to_previous = [self._edge(Traffic.GRADIENTS, here, b) for b in before]
         if k == replicas.stages - 1:
-            made.targets = [self._edge(Traffic.TARGETS, None, here)] * len(mine)
+            edges.targets = [self._edge(Traffic.TARGETS, None, here)] * len(microbatches)
         else:
-            after = [replicas.runs(k + 1, n) for n in mine]
-            made.to_next = [self._edge(Traffic.ACTIVATIONS, here, b) for b in after]
-            made.gradients = [self._edge(Traffic.GRADIENTS, a, here) for a in after]
-        return made
+            after = [replicas.runs(k + 1, n) for n in microbatches]
+            edges.to_next = [self._edge(Traffic.ACTIVATIONS, here, b) for b in after]
+            edges.gradients = [self._edge(Traffic.GRADIENTS, a, here) for a in after]
+        return edges
 
-    def _edge(self, what: Traffic, a: int | None, b: int) -> Any:
+    def _edge(self, traffic: Traffic, a: int | None, b: int) -> Any:
         """Return this process's end of an edge, or the edge if both ends are here."""
-        end = self.remote.get((what, a, b)) or self._local.get((what, a, b))
+        end = self.remote.get((traffic, a, b)) or self._local.get((traffic, a, b))
         if end is None:
             here = self._by_index
             to = here[self._replicas.stage_and_replica(b)[0]]
             source = None if a is None else here[self._replicas.stage_and_replica(a)[0]].device
             name = f"edge {'batch' if a is None else a} -> {b}"
-            if what is Traffic.TARGETS:
+            if traffic is Traffic.TARGETS:
                 name = "edge batch -> loss"
-            depth = self._depth(what, to.index, to.index)
-            if self._evaluates and what is not Traffic.GRADIENTS:
+            depth = self._depth(traffic, to.index, to.index)
+            if self._evaluates and traffic is not Traffic.GRADIENTS:
                 # Forwards only: the microbatches being computed, and the next one.
                 depth = self._places[to.index].microbatches + 1
-            end = self._local[what, a, b] = Edge(name, source, to.device, to.compute, depth)
+            end = self._local[traffic, a, b] = Edge(name, source, to.device, to.compute, depth)
         return end
 
-    def _depth(self, what: Traffic, sender: int, receiver: int) -> int:
+    def _depth(self, traffic: Traffic, sender: int, receiver: int) -> int:
         """Return how many messages of an edge to this stage may be under way or in use at once.
 
         That is one more than the sender's microbatches in flight, plus those whose weight half of
@@ -102,18 +102,18 @@ class Wires:
         are one message.
         """
         places, postponed = self._places, self._postponed[receiver]
-        if what in (Traffic.TIED_WEIGHTS, Traffic.TIED_GRADIENTS):
+        if traffic in (Traffic.TIED_WEIGHTS, Traffic.TIED_GRADIENTS):
             from .tie_ends import depth_of
 
             home, copy = sorted((sender, receiver))
             return depth_of(places[home], self._postponed[copy], self._counted)
-        if what is Traffic.ACTIVATIONS:
+        if traffic is Traffic.ACTIVATIONS:
             return places[receiver - 1].window + postponed
-        if what is Traffic.GRADIENTS:
+        if traffic is Traffic.GRADIENTS:
             return places[receiver].window + 1
         minibatches = -(-places[0].window // places[0].microbatches) + 1
         parts = places[receiver].microbatches
-        if what is Traffic.TARGETS and not self._evaluates:
+        if traffic is Traffic.TARGETS and not self._evaluates:
             return minibatches - (-postponed // parts)
         return minibatches * parts + postponed
 
@@ -187,8 +187,8 @@ class Ties:
             if b is not None:
                 self.borrowers[tie.copy].append(Borrower(b, a, tie, copies, weights, gradients))
 
-    def _edge(self, a: Stage, b: Stage, what: str, depth: int) -> Edge:
-        name = f"edge {a.index} -> {b.index} of tied {what}"
+    def _edge(self, a: Stage, b: Stage, tensors: str, depth: int) -> Edge:
+        name = f"edge {a.index} -> {b.index} of tied {tensors}"
         self.edges.append(Edge(name, a.device, b.device, b.compute, depth))
         return self.edges[-1]
 

@@ -109,14 +109,14 @@ class Edge:
     ) -> Event:
         slot = next(self._slots)
         assert slot.message is NO_MESSAGE, f"{slot.buffer.name} is in use"
-        given, looks = message.tensors, likeness(message.tensors)
+        tensors, looks = message.tensors, likeness(message.tensors)
         if looks != slot.likeness:
             self._fit(slot, message, looks)
         # Copy even on the same device: an in-place first layer of the receiver must not change what
         # the sender saved for its backward, and a caller may overwrite its batch.
         views = slot.views
         if self._immediate and (self._from_stage or not ready):
-            for to, tensor in zip(views, given, strict=True):
+            for to, tensor in zip(views, tensors, strict=True):
                 if to is not None and tensor is not None:
                     to.copy_(tensor)
         else:
@@ -125,9 +125,9 @@ class Edge:
                 copy.wait(event)
             copy.wait(slot.free)
             if self._stages:
-                given = self._staged(slot, given)
+                tensors = self._staged(slot, tensors)
             with copy.using(reads=(source, slot.staged), writes=(slot.buffer,)):
-                for to, tensor in zip(views, given, strict=True):
+                for to, tensor in zip(views, tensors, strict=True):
                     if to is not None and tensor is not None:
                         to.copy_(tensor, non_blocking=True)
             copy.record(slot.arrived)
@@ -152,30 +152,32 @@ class Edge:
         slot.nbytes = message.nbytes
         slot.likeness = looks
 
-    def _staged(self, slot: Slot, given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    def _staged(self, slot: Slot, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """Return the tensors, with copies in pinned memory of those that may block the CPU."""
 
         def blocks(tensor: Tensor) -> bool:
             pageable = tensor.device.type == "cpu" and tensor.nbytes > PAGEABLE_COPY_LIMIT
             return pageable and not tensor.is_pinned()
 
-        large = tuple(tensor if tensor is not None and blocks(tensor) else None for tensor in given)
+        large = tuple(
+            tensor if tensor is not None and blocks(tensor) else None for tensor in tensors
+        )
         if all(tensor is None for tensor in large):
-            return given
+            return tensors
         # The last copy from there: the CPU is ahead of the device by all slots at most.
         slot.arrived.synchronize()
         host = callers_stream(_CPU)
         with host.using(writes=(slot.staged,)):
             layout = Layout.of(Message(large))
             slot.staging.fit(layout.places()[1], _CPU, pinned=self.target.type == "cuda")
-            found = tuple(
+            staged = tuple(
                 tensor if to is None or tensor is None else to.copy_(tensor)
-                for to, tensor in zip(slot.staging.views(layout), given, strict=True)
+                for to, tensor in zip(slot.staging.views(layout), tensors, strict=True)
             )
         done = host.event()
         host.record(done)
         self.stream.wait(done)
-        return found
+        return staged
 
     def begin(self) -> None:
         self.arrived.clear()  # the end of the run before
