@@ -124,21 +124,22 @@ class Run:
         if wires.source is not None:
             wires.source.begin(batches, self.stages[0].compute.pass_on_end)
         if phase is not None:
-            wires.ties.begin(phase.method, phase.places)
+            for end in wires.tie_ends:
+                end.begin(phase.method, phase.places)
 
     def handlers(self, stage: StageRun) -> dict[Kind, Handler]:
         """Return what a stage does: its instructions consist of these steps."""
         steps: dict[Kind, Handler] = {}
         source = self.wires.source
-        if self.trains:
-            steps |= self.wires.ties.handlers(stage.stage.index)
         if source is not None and stage is self.stages[0]:
             steps[Kind.PULL] = source.pull
         if self.losses is not None and stage is self.stages[-1]:
             steps[Kind.LOSS] = self.losses.loss
         elif stage.edges.targets:
             steps[Kind.MEASURE] = measuring(stage, self.work.call)
-        return stage.handlers(steps, self.processes.handlers(self, stage))
+        ties = self.wires.tie_ends_at(stage.stage.index) if self.trains else ()
+        of_ties = [end.handlers() for end in ties]
+        return stage.handlers(steps, *of_ties, self.processes.handlers(self, stage))
 
     def inputs(self, stage: StageRun) -> Iterator[dict[Kind, Sized]]:
         """Yield what its steps wait for, for each microbatch: empty until it has arrived."""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
-from spectrain_ext.method import Method
 from spectrain_ext.schedule import Kind, Place
 from spectrain_ext.transport import Edge, Receiver
 
 from .edges import Source, SourceSettings, StageEdges, Traffic
-from .passes import Handler, in_turn
 from .processes import Ends, Processes
 from .stage import Stage
 from .ties import Copy, TiedStages
@@ -42,7 +39,11 @@ class Wires:
         self.tied = ties, copies, counted
         self._local: dict[Ends, Edge] = {}
         self.remote = processes.remote_ends(self._by_index, self._depth, evaluates)
-        self.ties = Ties(ties, copies, self._by_index, self._depth, self._ends_of_tie, evaluates)
+        self.tie_ends: Sequence[Lender | Borrower] = ()
+        if ties:
+            from .tie_ends import ends_of
+
+            self.tie_ends = ends_of(ties, copies, self._by_index, self._edge_of_tie, evaluates)
         self.edges = {stage.index: self._edges_of(stage.index) for stage in stages}
         self.source: Source | None = None
         if processes.takes_batches:
@@ -117,15 +118,26 @@ class Wires:
             return minibatches - (-postponed // parts)
         return minibatches * parts + postponed
 
-    def _ends_of_tie(self, tie: int) -> tuple[Any, Any]:
-        """Return this process's ends of a tie to another process: of weights, and of gradients."""
-        weights = self.remote[Traffic.TIED_WEIGHTS, None, tie]
-        return weights, self.remote.get((Traffic.TIED_GRADIENTS, None, tie))
+    def _edge_of_tie(self, traffic: Traffic, n: int, tie: TiedStages) -> Any:
+        """Return this process's end of the n-th tie's edge, or the edge if both ends are here."""
+        end, here = self.remote.get((traffic, None, n)), self._by_index
+        if end is None and tie.home in here and tie.copy in here:
+            a, b = here[tie.home], here[tie.copy]
+            if traffic is Traffic.TIED_GRADIENTS:
+                a, b = b, a
+            name = f"edge {a.index} -> {b.index} of {traffic.value}"
+            depth = self._depth(traffic, tie.home, tie.copy)
+            end = Edge(name, a.device, b.device, b.compute, depth)
+            self._local[traffic, None, n] = end
+        return end
+
+    def tie_ends_at(self, k: int) -> list[Lender | Borrower]:
+        return [end for end in self.tie_ends if end.stage.index == k]
 
     @property
     def local_edges(self) -> Sequence[Edge]:
         """The edges whose ends are both in this process."""
-        return (*self._local.values(), *self.ties.edges)
+        return tuple(self._local.values())
 
     def receivers(self) -> Iterable[Receiver]:
         """Return the edges into the stages here, and between them."""
@@ -142,99 +154,16 @@ class Wires:
             if edges.gradients:
                 arrived = edges.gradients[j].arrived
                 inputs |= {Kind.RECEIVE_GRADIENT: arrived, Kind.RECEIVE_WORD: arrived}
-            if self.ties.lenders[k]:
-                inputs[Kind.ADD_TIED_GRADIENTS] = self.ties.gradients_for(k)
+            # The gradients of all copies; one may put off the half of a backward that gives them.
+            of_copies = [end.arrived for end in self.tie_ends_at(k) if end.arrived is not None]
+            if of_copies:
+                inputs[Kind.ADD_TIED_GRADIENTS] = _All(of_copies)
             yield {kind: arrived for kind, arrived in inputs.items() if arrived is not None}
 
     def begin(self) -> None:
         """Begin a run on these edges, which the last one has left empty."""
         for edge in self.local_edges:
             edge.begin()
-
-
-# Ties.
-
-
-class Ties:
-    """The ends of all ties in this process, and the edges between them."""
-
-    def __init__(
-        self,
-        ties: Sequence[TiedStages],  # of all stages; the rest is for this process
-        copies: Sequence[Copy],
-        stages: Mapping[int, Stage],
-        depth: Callable[[Traffic, int, int], int],
-        remote: Callable[[int], tuple[Any, Any]],  # of the n-th tie: for weights, for gradients
-        evaluates: bool,
-    ) -> None:
-        self.edges: list[Edge] = []  # between two stages of this process
-        self.lenders: dict[int, list[Lender]] = {k: [] for k in stages}
-        self.borrowers: dict[int, list[Borrower]] = {k: [] for k in stages}
-        for n, tie in enumerate(ties):
-            from .tie_ends import Borrower, Lender
-
-            a, b = stages.get(tie.home), stages.get(tie.copy)
-            if a is not None and b is not None:
-                if evaluates:  # between runs a copy in the same process has the true weights
-                    continue
-                slots = depth(Traffic.TIED_WEIGHTS, tie.home, tie.copy)
-                weights = self._edge(a, b, "weights", slots)
-                gradients = self._edge(b, a, "gradients", slots) if tie.trained else None
-            elif a is not None or b is not None:
-                weights, gradients = remote(n)
-            if a is not None:
-                self.lenders[tie.home].append(Lender(a, tie, weights, gradients))
-            if b is not None:
-                self.borrowers[tie.copy].append(Borrower(b, a, tie, copies, weights, gradients))
-
-    def _edge(self, a: Stage, b: Stage, tensors: str, depth: int) -> Edge:
-        name = f"edge {a.index} -> {b.index} of tied {tensors}"
-        self.edges.append(Edge(name, a.device, b.device, b.compute, depth))
-        return self.edges[-1]
-
-    def handlers(self, stage: int) -> dict[Kind, Handler]:
-        lend, borrow = self.lenders[stage], self.borrowers[stage]
-        steps: dict[Kind, Handler] = {}
-        if lend:
-            steps[Kind.SEND_TIED_WEIGHTS] = in_turn(*(end.send_weights for end in lend))
-            steps[Kind.ADD_TIED_GRADIENTS] = in_turn(*(end.add_gradients for end in lend))
-        if borrow:
-            steps[Kind.RECEIVE_TIED_WEIGHTS] = in_turn(*(end.receive_weights for end in borrow))
-            steps[Kind.LOAD_TIED_WEIGHTS] = in_turn(*(end.load_weights for end in borrow))
-            steps[Kind.FREE_TIED_WEIGHTS] = in_turn(*(end.free_weights for end in borrow))
-            steps[Kind.SEND_TIED_GRADIENTS] = in_turn(*(end.send_gradients for end in borrow))
-        return steps
-
-    def gradients_for(self, stage: int) -> Sized:
-        """Return what is empty until a stage's update has all gradients of its copies."""
-        # A copy may put off the second half of a backward, which gives them.
-        edges = [end.gradients for end in self.lenders[stage] if end.gradients is not None]
-        return _All([edge.arrived for edge in edges if edge.arrived is not None])
-
-    # A run.
-
-    def begin(self, method: Method, places: Sequence[Place]) -> None:
-        for lender in chain(*self.lenders.values()):
-            lender.begin(method, places)
-        for borrower in chain(*self.borrowers.values()):
-            borrower.begin(method, places)
-
-    def bring_true(self) -> None:
-        """Send the true weights to other processes: after the last instruction, or between runs."""
-        remote = [end for end in chain(*self.borrowers.values()) if end.home is None]
-        for borrower in remote:
-            if borrower.gradients is not None:
-                borrower.gradients.end()
-        for lender in chain(*self.lenders.values()):
-            if lender.weights not in self.edges:
-                lender.send_true()
-        for borrower in remote:
-            borrower.take_true()
-
-    def end(self) -> None:
-        """Forget the run; may be repeated."""
-        for borrower in chain(*self.borrowers.values()):
-            borrower.end()
 
 
 class _All:
