@@ -24,7 +24,6 @@ from spectrain_ext.transport import (
 from spectrain_ext.weights.storage import SavedWeights
 
 from .edges import Cursor, StageEdges, missing
-from .loads import note_read
 from .passes import Handler, hooks
 from .stage import NOTHING, Stage
 from .tape import (
@@ -41,7 +40,7 @@ from .tape import (
     run_on,
     seeded,
 )
-from .updates import Updates
+from .updates import Updates, note_read
 
 
 class Mode(Enum):

@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing
 from functools import partial
 from itertools import islice
 from math import isfinite, nan
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 import torch
@@ -25,8 +25,10 @@ from .compute import Mode
 from .edges import SourceSettings
 from .executor import Executor
 from .losses import Keep, Result
-from .observer import Observer
 from .run import Work
+
+if TYPE_CHECKING:
+    from .observer import Observer
 
 _logger = logging.getLogger(__name__)
 

@@ -16,10 +16,6 @@ from spectrain_ext.transport import Message
 if TYPE_CHECKING:
     from spectrain_ext.method import Method
 
-    from .processes import Processes
-    from .stage import Stage
-    from .stage_run import StageRun
-
 
 #: Runs a step of an instruction, for minibatch i and microbatch j.
 Handler = Callable[[int, int], None]
@@ -63,7 +59,7 @@ class Pass:
         >>> pipe.release()
     """
 
-    stage: Stage
+    stage: Any  # a Stage, whose file imports this one
     skips = False
     skipped = 0
     undone = 0
@@ -80,21 +76,25 @@ class Pass:
     def check(self, method: Method) -> None:
         """Raise ValueError if this pass does not work with a method."""
 
-    def on(self, stage: Stage, processes: Processes) -> Self:
-        """Return a copy for one stage of a pipeline over these processes.
+    def on(self, stage: Any, processes: Any) -> Self:
+        """Return a copy for one stage; ValueError if the stage does not allow it.
 
-        Raises:
-            ValueError: the stage does not allow it.
+        Args:
+            stage: a ``Stage``.
+            processes: the ``Processes`` that the pipeline spans.
         """
         made = copy(self)
         made.stage = stage
         return made
 
-    def begin(self, run: StageRun) -> Mapping[Kind, Handler]:
+    def begin(self, run: Any) -> Mapping[Kind, Handler]:
         """Begin a run, without anything that an earlier one left; return the steps of this one.
 
         Where a step has a handler already, both run: that of the stage, then those of its passes in
         the order in which the pipeline got them. In an evaluation, no steps of passes run.
+
+        Args:
+            run: the stage's ``StageRun``.
         """
         return {}
 

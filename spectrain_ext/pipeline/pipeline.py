@@ -52,7 +52,6 @@ from .executor import Executor
 from .loops import Loops, checked_batches, warn_unless_begun
 from .losses import Keep, LossFn, Result
 from .names import use_model_names
-from .observer import Observer, observers_of, observing
 from .passes import Pass, checked_passes, hooks
 from .phases import TrainingPhase, set_up, widest
 from .processes import Processes
@@ -64,6 +63,8 @@ from .wires import Wires
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
+
+    from .observer import Observer
 
 
 _logger = logging.getLogger(__name__)
@@ -287,8 +288,13 @@ class Pipeline(Loops):
         self._refuse_in_run("run")
         if keep is not None and not callable(keep):
             raise TypeError(f"keep: expected a callable, got {type(keep).__name__}")
+        observers: Sequence[Observer] = ()
+        if trace is not None:
+            from .observer import observers_of
+
+            observers = observers_of(trace)
         begun: list[bool] = []
-        run = self._run(iter(checked_batches(batches)), observers_of(trace), keep, begun)
+        run = self._run(iter(checked_batches(batches)), observers, keep, begun)
         return warn_unless_begun(run, begun)
 
     def _run(
@@ -305,7 +311,11 @@ class Pipeline(Loops):
         self._enter()
         _logger.info("run begins: %s, %s", self.method.name, self._describe_stages())
         try:
-            with observing(observers, self._rules, self.devices):
+            with ExitStack() as watched:
+                if observers:
+                    from .observer import observing
+
+                    watched.enter_context(observing(observers, self._rules, self.devices))
                 phased = self._entered.method.then is not None
                 run = self._all_phases if phased else self._counted
                 yield from run(batches, observers, keep)

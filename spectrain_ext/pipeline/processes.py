@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -19,11 +19,6 @@ from .stage import Stage
 from .ties import Copy, TiedStages, ties_of
 from .updates import GlobalNorm
 
-if TYPE_CHECKING:
-    from .run import Run
-    from .stage_run import StageRun
-    from .wires import Wires
-
 #: An edge, by the replicas at both ends, numbered stage by stage; None: the caller's batches. One
 #: of tied parameters: by None and the number of the tie.
 Ends = tuple[Traffic, int | None, int]
@@ -33,7 +28,11 @@ Depth = Callable[[Traffic, int, int], int]
 
 
 class Processes:
-    """What a run asks of the processes that the pipeline spans: here, of a single one."""
+    """What a run asks of the processes that the pipeline spans: here, of a single one.
+
+    ``run``, ``stage`` and ``wires`` are a ``Run``, a ``StageRun`` and ``Wires``, whose files import
+    this one.
+    """
 
     replica = 0  # of its stages, the one that is here
     takes_batches = True  # whether the caller's batches come in at this process
@@ -76,7 +75,7 @@ class Processes:
 
     # A run.
 
-    def during(self, wires: Wires) -> AbstractContextManager[None]:
+    def during(self, wires: Any) -> AbstractContextManager[None]:
         """Return a context for a run."""
         return nullcontext()
 
@@ -86,21 +85,21 @@ class Processes:
         """Return an endless order of the stages' instructions; None: the stages take turns."""
         return None
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: Any) -> None:
         """Called when all stages have begun a run."""
 
-    def handlers(self, run: Run, stage: StageRun) -> Mapping[Kind, Handler]:
+    def handlers(self, run: Any, stage: Any) -> Mapping[Kind, Handler]:
         """Return what a stage does for other processes."""
         return {}
 
-    def announce(self, run: Run, stage: Stage) -> Callable[[Kind, int, int], None] | None:
+    def announce(self, run: Any, stage: Stage) -> Callable[[Kind, int, int], None] | None:
         """Return what is called with each step that begins."""
         return None
 
     def yields(self, result: Result) -> None:
         """Called before the caller gets a result."""
 
-    def close(self, run: Run) -> None:
+    def close(self, run: Any) -> None:
         """Called when the stages have finished their instructions."""
 
     def end(self) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch.autograd import profiler
 
 from spectrain_ext.errors import RankError, StageError
 from spectrain_ext.interrupts import STATE, boundary
@@ -16,7 +18,6 @@ from spectrain_ext.schedule.lowering import ORDER
 from .compute import Mode
 from .edges import Cursor
 from .losses import Keep, Losses, Result, measuring
-from .observer import Observer, with_observers
 from .passes import Handler, in_turn
 from .phases import TrainingPhase
 from .processes import Processes
@@ -24,6 +25,9 @@ from .stage import Stage
 from .stage_run import StageRun
 from .updates import Clipping, GlobalNorm
 from .wires import Wires
+
+if TYPE_CHECKING:
+    from .observer import Observer
 
 
 class Work(NamedTuple):
@@ -54,7 +58,11 @@ class _Program:
 
     def __init__(self, run: Run, stage: StageRun) -> None:
         self.stage, self.cursor = stage.stage, stage.cursor
-        handlers = with_observers(run.work.observers, stage, run.handlers(stage))
+        handlers = run.handlers(stage)
+        if run.work.observers or profiler._is_profiler_enabled:
+            from .observer import with_observers
+
+            handlers = with_observers(run.work.observers, stage, handlers)
         announce = run.processes.announce(run, stage.stage)
         if announce is not None:
             handlers = {kind: in_turn(partial(announce, kind), handlers[kind]) for kind in handlers}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,6 @@ from spectrain_ext.weights.storage import Storage
 
 from .names import bare
 from .passes import Pass
-
-if TYPE_CHECKING:
-    from .processes import Processes
 
 NOTHING = nullcontext()
 
@@ -51,7 +48,7 @@ class Stage:
         module: nn.Module,
         device: torch.device,
         weights: StageWeights | None,
-        processes: Processes,
+        processes: Any,  # see ``Pass.on``
         replica: int = 0,
         passes: Sequence[Pass] = (),
         recomputes: bool = False,

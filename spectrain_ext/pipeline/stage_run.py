@@ -10,10 +10,9 @@ from spectrain_ext.schedule import Kind
 
 from .compute import Compute, Mode
 from .edges import Cursor, StageEdges
-from .loads import Loads
 from .passes import Handler, in_turn
 from .stage import Stage
-from .updates import Clipping, GlobalNorm, Updates
+from .updates import Clipping, GlobalNorm, Loads, Updates
 
 
 class StageRun:
