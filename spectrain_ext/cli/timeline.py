@@ -1,13 +1,12 @@
-"""Draws the simulated timeline of a method, or of a schedule from a file."""
+"""Draws the simulated timeline of a method, or lists the instructions of a stage."""
 
 from pathlib import Path
-from typing import Any
 
 import click
 
 from spectrain_ext.method import Window, chunks_of, microbatches_of, numbers_of
 from spectrain_ext.planning import LINKS, find_link
-from spectrain_ext.simulation import Durations, read_csv, simulate, summarize
+from spectrain_ext.simulation import summarize
 from spectrain_ext.timelines.method_timeline import devices_under, instructions_of, simulate_method
 from spectrain_ext.timelines.timeline import draw_timeline, write_trace
 
@@ -37,11 +36,6 @@ _SUFFIXES = (".svg", ".png", ".json")
     shell_complete=completes(complete_method),
     help="Method to simulate. module:NAME imports your own; pipedream+sync@4 changes the method "
     "after 4 minibatches.",
-)
-@click.option(
-    "--csv",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Draw this schedule, in torch.distributed.pipelining's compute-only format, instead.",
 )
 @click.option("--stages", type=FEW, default=4, help="Stages of the model.")
 @click.option("--minibatches", type=POSITIVE, default=8, help="Minibatches of the run.")
@@ -91,7 +85,6 @@ _SUFFIXES = (".svg", ".png", ".json")
 )
 def timeline(
     method: str,
-    csv: Path | None,
     stages: int,
     minibatches: int,
     microbatches: int | None,
@@ -128,7 +121,7 @@ def timeline(
         raise click.BadParameter(
             str(error).removeprefix("window: "), param_hint="'--window'"
         ) from error
-    devices = left_out = None
+    left_out = None
     inbound = False
     try:
         if link is not None or message is not None:
@@ -138,49 +131,42 @@ def timeline(
                 )
             wire = find_link(link)
             communication, inbound = wire.seconds(message), wire.inbound
-        times: dict[str, Any] = {"forward": forward, "backward": backward, "update": update}
-        times["inbound"] = inbound
-        if instructions:
-            if csv is not None:
-                raise ValueError("--instructions are those of a method, not of --csv")
-            with own_failures(method):
-                for line in instructions_of(
-                    method_of(method),
-                    stages,
-                    stage,
-                    minibatches,
-                    microbatches=microbatches or "auto",
-                    window=window,
-                ):
+        chosen = method_of(method)
+        with own_failures(method):
+            count = microbatches or microbatches_of(chosen, stages)
+            if instructions:
+                run = chosen, stages, stage, minibatches
+                for line in instructions_of(*run, microbatches=count, window=window):
                     click.echo(line)
-            return
-        if csv is not None:
-            actions = read_csv(csv, microbatches=None if microbatches == 1 else microbatches)
-            times |= {"activation": communication, "gradient": communication}
-            spans = list(simulate(actions, Durations.of(len(actions), **times)))
-            name = printable(csv.name)
-        else:
-            chosen = method_of(method)
-            name = f"{chosen.name}, {stages} stages"
-            with own_failures(method):
-                count = microbatches or microbatches_of(chosen, stages)
-                if (blocks := 2 * stages * minibatches * count) > _MOST_BLOCKS:
-                    raise ValueError(
-                        f"{stages} stages, {minibatches} minibatches and {count} microbatches make "
-                        f"{blocks} forwards and backwards, expected at most {_MOST_BLOCKS}"
-                    )
-                chunks = chunks_of(chosen)
-                if chunks > 1 and stages % chunks:
-                    raise ValueError(
-                        f"stages: method {chosen.name!r} has {chunks} on every device, expected a "
-                        f"multiple of {chunks}, got {stages}"
-                    )
-                times |= {"prediction": prediction, "communication": communication}
-                run = chosen, stages, minibatches
-                spans = list(simulate_method(*run, microbatches=count, window=window, **times))
-                devices = devices_under(chosen, stages)
-        if not spans:
-            raise ValueError(f"{csv}: expected forwards and backwards, got none")
+                return
+            if (blocks := 2 * stages * minibatches * count) > _MOST_BLOCKS:
+                raise ValueError(
+                    f"{stages} stages, {minibatches} minibatches and {count} microbatches make "
+                    f"{blocks} forwards and backwards, expected at most {_MOST_BLOCKS}"
+                )
+            chunks = chunks_of(chosen)
+            if chunks > 1 and stages % chunks:
+                raise ValueError(
+                    f"stages: method {chosen.name!r} has {chunks} on every device, expected a "
+                    f"multiple of {chunks}, got {stages}"
+                )
+            devices = devices_under(chosen, stages)
+            spans = list(
+                simulate_method(
+                    chosen,
+                    stages,
+                    minibatches,
+                    microbatches=count,
+                    window=window,
+                    forward=forward,
+                    backward=backward,
+                    update=update,
+                    prediction=prediction,
+                    communication=communication,
+                    inbound=inbound,
+                )
+            )
+        name = f"{chosen.name}, {stages} stages"
         if out.suffix == ".json":
             write_trace(out, spans)
         else:
