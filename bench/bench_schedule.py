@@ -12,13 +12,13 @@ from spectrain_ext.schedule.order import interleave
 from spectrain_ext.simulation import (
     Durations,
     simulate,
-    simulate_repeating,
+    simulate_period,
     streams,
     summarize,
     validate,
 )
 
-CLASSIC, DEEP = range(64, 0, -1), range(1024, 0, -1)  # windows by stage
+CLASSIC = range(64, 0, -1)  # windows by stage
 NAME = "1f1b-async"
 
 
@@ -36,17 +36,13 @@ CALLS: dict[str, tuple[Sequence[int], int, Callable[[Any, int], object]]] = {
         *(CLASSIC, 10_000),
         lambda w, n: validate(streams(NAME, w), minibatches=n, microbatches=1, windows=w),
     ),
-    "simulate, by events": (
+    "simulate": (
         *(CLASSIC, 1000),
         lambda w, n: summarize(simulate(streams(NAME, w), durations(w), minibatches=n)),
     ),
-    "simulate 1F1B without a flush": (
-        *(DEEP, 2048),
-        lambda w, n: simulate_repeating(NAME, w, 1, n, durations(w)),
-    ),
-    "simulate GPipe": (
-        *([1] * 1024, 2048),
-        lambda w, n: simulate_repeating("gpipe", w, 1, n, durations(w)),
+    "simulate the period only": (
+        *(CLASSIC, 1000),
+        lambda w, n: simulate_period(streams(NAME, w), durations(w), minibatches=n),
     ),
 }
 

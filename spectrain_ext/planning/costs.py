@@ -26,6 +26,7 @@ from spectrain_ext.partitioning import BlockProfile, Profile
 from spectrain_ext.schedule import (
     Count,
     Entries,
+    Instruction,
     Kind,
     Place,
     Replicas,
@@ -37,8 +38,8 @@ from spectrain_ext.schedule import (
 from spectrain_ext.simulation import (
     Durations,
     simulate,
+    simulate_period,
     simulate_ranks,
-    simulate_repeating,
     summarize,
 )
 from spectrain_ext.transport.message import LEAST_BYTES, MOST_BYTES, PIECES
@@ -257,14 +258,12 @@ class Costs:
     @cached_property
     def period(self) -> float:
         """Simulated seconds per minibatch; the bound, where the run is too short to reach it."""
-        minibatches = 3 * (2 + 2 * max(1, self.rounds))
+        minibatches = 3 * (2 + 2 * self.rounds)
         if self._columns:
-            count, schedule = self.places[0].microbatches, self.way.method.schedule
-            windows = [place.window for place in self.places]
-            summary = simulate_repeating(schedule, windows, count, minibatches, self.durations)
+            period = simulate_period(self._actions(), self.durations, minibatches=minibatches)
         else:
-            summary = summarize(self.spans(minibatches))
-        return max(summary.period, self.bound)
+            period = summarize(self.spans(minibatches)).period
+        return max(period, self.bound)
 
     @property
     def _columns(self) -> bool:
@@ -274,17 +273,22 @@ class Costs:
 
     def spans(self, minibatches: int) -> Iterator[Span]:
         """Simulate a run; of one replica of each stage where all replicas do the same."""
-        generate, replicas = find_generator(self.way.method.schedule), self._replicas
+        actions, replicas = self._actions(), self._replicas
         if self._columns:
-            actions = [generate(place) for place in self.places]
             return simulate(actions, self.durations, minibatches=minibatches, rules=self._rules)
-        runs = [
-            generate(self.places[replicas.stage_and_replica(rank)[0]])
-            for rank in range(replicas.ranks)
-        ]
         return simulate_ranks(
-            runs, self.durations, replicas, minibatches=minibatches, cores=self.setting.cores
+            actions, self.durations, replicas, minibatches=minibatches, cores=self.setting.cores
         )
+
+    def _actions(self) -> list[Iterator[Instruction]]:
+        """Return the instructions of every rank, or of one replica of each stage."""
+        generate = find_generator(self.way.method.schedule)
+        each = 1 if self._columns else None
+        return [
+            generate(place)
+            for place, replicas in zip(self.places, self.way.replicas, strict=True)
+            for _ in range(each or replicas)
+        ]
 
 
 class _StageCost:

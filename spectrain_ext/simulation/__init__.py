@@ -3,8 +3,7 @@
 from spectrain_ext.schedule.order import check_generator, device_order, validate
 
 from .ranks import simulate_ranks
-from .repeating import simulate_repeating
-from .timing import Durations, Summary, simulate, streams, summarize
+from .timing import Durations, Summary, simulate, simulate_period, streams, summarize
 
 __all__ = [
     "Durations",
@@ -12,8 +11,8 @@ __all__ = [
     "check_generator",
     "device_order",
     "simulate",
+    "simulate_period",
     "simulate_ranks",
-    "simulate_repeating",
     "streams",
     "summarize",
     "validate",

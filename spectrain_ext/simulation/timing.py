@@ -209,34 +209,53 @@ def simulate(
         2.0
     """
     n = len(actions)
-    if len(durations.forward) != n:
-        raise ValueError(f"durations: expected {n} stages, got {len(durations.forward)}")
-    ledgers = open_ledgers(n, rules)
     device_of = devices or range(n)
-    free = [0.0] * (1 + max(device_of, default=-1))
-    takes = [takes_of(durations, k) for k in range(n)]
-    received, sent = _edges(durations, device_of)
+    clock = _Clock(n, durations, device_of)
+    ledgers = open_ledgers(n, rules)
     order: Iterable[tuple[int, list[Instruction]]]
     if devices is None:
         order = interleave(actions, minibatches)
     else:
         order = ((k, [turn]) for k, turn in one_by_one(actions, devices, minibatches))
     for k, run, readings in follow(order, ledgers, minibatches):
-        device, arriving, leaving = device_of[k], received[k], sent[k]
-        for (kind, i, j), (version, horizon) in zip(run, readings, strict=True):
-            load, compute = takes[k][kind]
-            begun = free[device]
-            start = loaded = begun + load
-            if kind in arriving:
-                sender, leaves, arrives = arriving[kind].receive()
-                yield Span(sender, *SENDS[kind], i, j, leaves, arrives, None)
-                start = max(loaded, arrives)
-            free[device] = end = start + compute
+        for (kind, i, j), (version, horizon), times in zip(
+            run, readings, clock.times(k, run), strict=True
+        ):
+            begun, loaded, start, end, message = times
+            if message is not None:
+                yield Span(message[0], *SENDS[kind], i, j, *message[1:], None)
             if begun < loaded:
                 yield Span(k, "compute", LOADS[kind], i, j, begun, loaded, version, horizon)
             yield Span(k, "compute", kind, i, j, start, end, version, horizon)
-            if kind in leaving:
-                leaving[kind].sent.append(end)
+
+
+def simulate_period(
+    actions: Sequence[Iterable[Instruction]], durations: Durations, *, minibatches: int
+) -> float:
+    """Return the ``period`` of ``simulate`` with a device per stage, in half its time.
+
+    Args:
+        actions: per stage; finite, or endless.
+        durations: of every stage.
+        minibatches: the length of the run.
+
+    Raises:
+        ScheduleError, ValueError: as ``simulate``.
+
+    Example:
+        >>> from spectrain_ext.simulation import Durations, simulate_period, streams
+        >>> simulate_period(streams("1f1b-async", [2, 1]), Durations.of(2), minibatches=10)
+        2.0
+    """
+    n = len(actions)
+    clock = _Clock(n, durations, range(n))
+    updates: list[float] = []
+    for k, run in interleave(actions, minibatches):
+        ends = (times[3] for times in clock.times(k, run))
+        if k == 0:
+            pairs = zip(run, ends, strict=True)
+            updates += [end for turn, end in pairs if turn.kind is Kind.UPDATE]
+    return period_of(updates)
 
 
 #: The load before an instruction, if it takes time, and the message after it.
@@ -277,26 +296,48 @@ class _Edge:
         return self._sender, leaves, arrives
 
 
-_StageEdges = dict[Kind, _Edge]
+#: When an instruction begins to load, has loaded, begins and ends to compute, and its message.
+_Times = tuple[float, float, float, float, tuple[int, float, float] | None]
 
 
-def _edges(d: Durations, device_of: Sequence[int]) -> tuple[list[_StageEdges], list[_StageEdges]]:
-    n = len(d.forward)
-    received: list[_StageEdges] = [{} for _ in range(n)]
-    sent: list[_StageEdges] = [{} for _ in range(n)]
-    wires: defaultdict[object, list[float]] = defaultdict(lambda: [0.0])
+class _Clock:
+    """When devices and wires are free, as instructions run in a possible order."""
 
-    def connect(sender: int, receiver: int, takes: float, kinds: Sequence[Kind]) -> None:
-        wire = wires[device_of[receiver] if d.inbound else (sender, receiver)]
-        edge = _Edge(sender, takes, wire)
-        for kind in kinds:
-            received[receiver][kind] = sent[sender][kind] = edge
+    def __init__(self, n: int, d: Durations, device_of: Sequence[int]) -> None:
+        if len(d.forward) != n:
+            raise ValueError(f"durations: expected {n} stages, got {len(d.forward)}")
+        self._takes = [takes_of(d, k) for k in range(n)]
+        self._device_of = device_of
+        self._free = [0.0] * (1 + max(device_of, default=-1))
+        self._received: list[dict[Kind, _Edge]] = [{} for _ in range(n)]
+        self._sent: list[dict[Kind, _Edge]] = [{} for _ in range(n)]
+        wires: defaultdict[object, list[float]] = defaultdict(lambda: [0.0])
+        for k in range(n - 1):
+            for sender, to, takes, kinds in (
+                (k, k + 1, d.activation[k], (Kind.FORWARD,)),
+                # of a whole backward or its first half
+                (k + 1, k, d.gradient[k + 1], (Kind.BACKWARD, Kind.BACKWARD_INPUT)),
+            ):
+                edge = _Edge(sender, takes, wires[device_of[to] if d.inbound else (sender, to)])
+                for kind in kinds:
+                    self._received[to][kind] = self._sent[sender][kind] = edge
 
-    for k in range(n - 1):
-        connect(k, k + 1, d.activation[k], (Kind.FORWARD,))
-        # of a whole backward or its first half
-        connect(k + 1, k, d.gradient[k + 1], (Kind.BACKWARD, Kind.BACKWARD_INPUT))
-    return received, sent
+    def times(self, k: int, run: Iterable[Instruction]) -> list[_Times]:
+        takes, arriving, leaving = self._takes[k], self._received[k], self._sent[k]
+        free, all_times = self._free[self._device_of[k]], []
+        for kind, _, _ in run:
+            load, compute = takes[kind]
+            begun, message = free, None
+            start = loaded = begun + load
+            if kind in arriving:
+                message = arriving[kind].receive()
+                start = max(loaded, message[2])
+            free = start + compute
+            if kind in leaving:
+                leaving[kind].sent.append(free)
+            all_times.append((begun, loaded, start, free, message))
+        self._free[self._device_of[k]] = free
+        return all_times
 
 
 def summarize(spans: Iterable[Span], devices: Sequence[int] | None = None) -> Summary:
