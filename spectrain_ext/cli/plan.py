@@ -33,7 +33,6 @@ from spectrain_ext.timelines.timeline import draw_timeline
 from spectrain_ext.transport.message import each
 
 from .doctor import threads
-from .links import measured_link
 from .options import (
     MANY,
     POSITIVE,
@@ -52,17 +51,14 @@ from .options import (
     result_of,
 )
 
-_TOGETHER = 8  # at most so many processes measure a link
 _WIDEST = 10**4
 _MORE = click.FloatRange(min=0, min_open=True)
 
 
 def _link(
     context: click.Context, parameter: click.Parameter, value: str
-) -> Link | tuple[Link, ...] | None:
-    """Parse one link or several with commas; None: measure it."""
-    if value == "measured":
-        return None
+) -> Link | tuple[Link, ...]:
+    """Parse one link or several with commas."""
     try:
         links = tuple(map(find_link, value.split(",")))
         return links if len(links) > 1 else links[0]
@@ -101,10 +97,9 @@ def _link(
     default="pcie3",
     metavar="LINK",
     callback=_link,
-    shell_complete=completes(lambda start: (*LINKS, "measured")),
-    help=f"Link between any two devices: {', '.join(LINKS)}, bytes per second in each direction, "
-    f"or measured (between processes of this machine, {_TOGETHER} at most). Comma-separated: one "
-    "between each two neighbours.",
+    shell_complete=completes(lambda start: LINKS),
+    help=f"Link between any two devices: {', '.join(LINKS)}, or bytes per second in each "
+    "direction. Comma-separated: one between each two neighbours.",
 )
 @click.option(
     "--batch", type=POSITIVE, default=256, help="Samples per minibatch, over all devices."
@@ -179,7 +174,7 @@ def plan_command(
     profile: Path | None,
     save_profile: Path | None,
     devices: int,
-    link: Link | tuple[Link, ...] | None,
+    link: Link | tuple[Link, ...],
     memory: tuple[float, ...] | None,
     speed: float | None,
     speeds: tuple[float, ...] | None,
@@ -220,7 +215,7 @@ def plan_command(
             planned = plan(
                 layers,
                 devices,
-                link=measured_link(min(devices, _TOGETHER)) if link is None else link,
+                link=link,
                 memory=memory,
                 speed=speed,
                 speeds=speeds,

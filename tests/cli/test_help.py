@@ -40,7 +40,7 @@ def completed(command: str, *words: str) -> list[tuple[str, str]]:
         ("timeline -m 1f", ["1f1b"]),
         ("timeline --link pci", ["pcie3", "pcie4"]),
         ("timeline --window ", ["classic", "wide"]),
-        ("plan --link pcie3,me", ["pcie3,measured"]),
+        ("plan --link pcie3,nv", ["pcie3,nvlink"]),
         ("plan --method gpipe,spectrain-st", ["gpipe,spectrain-stash"]),
         ("plan --method ", list(methods())),
         ("plan --codec ", list(NAMES)),

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers.cli_programs import called, measured_briefly, spectrain, text_of
+from helpers.cli_programs import called, spectrain, text_of
 from helpers.layers import layers_of
 
 import spectrain_ext as st
@@ -107,19 +107,6 @@ def test_devices_of_different_kinds(profile: Path, tmp_path: Path) -> None:
     assert [link["name"] for link in document["link"]] == ["nvlink", "100gbe", "nvlink"]
     planned(*asked, "--memory", "24G", "--link", "nvlink")
     assert json.loads(path.read_text())["memory"] == [24e9] * 4
-
-
-@pytest.mark.processes
-def test_the_link_between_processes_is_measured(profile, tmp_path, monkeypatch):
-    monkeypatch.setattr("spectrain_ext.cli.links.start_processes", measured_briefly)
-    asked = ("--cores", 2, "--batch", 32, "--method", "vanilla", "--out", tmp_path)
-    planned("--profile", profile, "--devices", 2, "--link", "measured", *asked)
-    link = json.loads((tmp_path / "plan.json").read_text())["link"]
-    assert link["name"] == "gloo, measured"
-    # what is constant may be lost in the noise of a busy machine
-    assert 0 <= link["latency"] < 0.1 and link["bandwidth"] > 1e6
-    # a byte's cost to a core cannot be zero: copying is limited by memory speed
-    assert link["busy"] >= 0 and 1e6 < link["busy_bandwidth"] < 1e12
 
 
 def test_a_model_of_the_studies_is_measured_and_kept_and_its_plan_applies(tmp_path, monkeypatch):
