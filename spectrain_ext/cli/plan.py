@@ -52,16 +52,12 @@ from .options import (
 )
 
 _WIDEST = 10**4
-_MORE = click.FloatRange(min=0, min_open=True)
 
 
-def _link(
-    context: click.Context, parameter: click.Parameter, value: str
-) -> Link | tuple[Link, ...]:
+def _link(context: click.Context, parameter: click.Parameter, value: str) -> tuple[Link, ...]:
     """Parse one link or several with commas."""
     try:
-        links = tuple(map(find_link, value.split(",")))
-        return links if len(links) > 1 else links[0]
+        return tuple(map(find_link, value.split(",")))
     except ValueError as error:
         raise click.BadParameter(str(error).removeprefix("link: ")) from error
 
@@ -113,14 +109,10 @@ def _link(
 )
 @click.option(
     "--speed",
-    type=_MORE,
-    help="ASSUME that devices compute this many times as fast as measured.  [default: 1]",
-)
-@click.option(
-    "--speeds",
-    metavar="NUMBERS",
+    metavar="NUMBER",
     callback=amounts,
-    help="Instead of --speed: one number per device, for example 1,1,.5,.5.",
+    help="ASSUME that devices compute this many times as fast as measured; comma-separated: one "
+    "per device, for example 1,1,.5,.5.  [default: 1]",
 )
 @click.option(
     "--replicas",
@@ -174,10 +166,9 @@ def plan_command(
     profile: Path | None,
     save_profile: Path | None,
     devices: int,
-    link: Link | tuple[Link, ...],
+    link: tuple[Link, ...],
     memory: tuple[float, ...] | None,
-    speed: float | None,
-    speeds: tuple[float, ...] | None,
+    speed: tuple[float, ...] | None,
     codec: str | None,
     methods: Sequence[str],
     device: str,
@@ -191,16 +182,12 @@ def plan_command(
     """
     if (model is None) == (profile is None):
         raise click.UsageError("expected --model, to be measured, or the --profile of one")
-    if memory is not None and len(memory) == 1:
-        memory *= devices
-    if speed is not None and speeds is not None:
-        raise click.UsageError("--speed and --speeds contradict each other")
     for name, values, count in (
-        ("--speeds", speeds, devices),
+        ("--speed", speed, devices),
         ("--memory", memory, devices),
-        ("--link", link if isinstance(link, tuple) else None, devices - 1),
+        ("--link", link, devices - 1),
     ):
-        if values is not None and len(values) != count:
+        if values is not None and len(values) not in (1, count):
             raise click.UsageError(
                 f"{name} has {len(values)} numbers, and --devices {devices} needs {count}"
             )
@@ -215,10 +202,9 @@ def plan_command(
             planned = plan(
                 layers,
                 devices,
-                link=link,
-                memory=memory,
-                speed=speed,
-                speeds=speeds,
+                link=_single(link),
+                memory=_single(memory),
+                speed=_single(speed),
                 methods=[_method(name) for name in methods],
                 codec=None if codec is None else NAMES[codec],
                 **numbers,
@@ -249,6 +235,11 @@ def plan_command(
         console.print(f"{title}: {where}: {best.code}")
     if file is not None:
         console.print(f"st.partition(model, example_input=..., plan={str(file)!r})")
+
+
+def _single(values: Sequence[Any] | None) -> Any:
+    """Return one value for all devices alone."""
+    return values[0] if values is not None and len(values) == 1 else values
 
 
 def _method(name: str) -> Any:

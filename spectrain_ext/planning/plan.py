@@ -246,8 +246,7 @@ def plan(
     link: str | float | Link | Sequence[str | float | Link],
     batch: int,
     memory: float | Sequence[float] | None = None,
-    speed: float | None = None,
-    speeds: Sequence[float] | None = None,
+    speed: float | Sequence[float] | None = None,
     replicas: int | None = None,
     cores: int | None = None,
     methods: Sequence[str | Method] = METHODS,
@@ -272,8 +271,7 @@ def plan(
             ``devices - 1`` of these, one between each two neighbours.
         batch: samples per minibatch, over all devices.
         memory: bytes per device, or one number for each; None: no limit.
-        speed: of the devices relative to the measured one; None: 1.
-        speeds: one such number for each device.
+        speed: of the devices relative to the measured one, or one number for each; None: 1.
         replicas: at most this many per stage; None: no limit. 1 plans for a single process.
         cores: that all devices share, as processes of one machine do; None: each has its own.
         methods: to compare; ``"sync"`` is data parallelism, in one stage.
@@ -308,9 +306,7 @@ def plan(
         )
     if len({one.inbound for one in links}) > 1:
         raise ValueError("link: expected one inbound wire at every device or at none, got both")
-    if speed is not None and speeds is not None:
-        raise ValueError("speed: it contradicts speeds; give one of the two")
-    paces = None if speeds is None else one_each("speeds", speeds, devices, "device")
+    speeds = None if speed is None else one_each("speed", speed, devices, "device")
     limits = None if memory is None else one_each("memory", memory, devices, "device")
     blocks = len(layers.profiles[0].blocks)
     if replicas is not None and replicas * blocks < devices:
@@ -326,8 +322,7 @@ def plan(
             raise ValueError(
                 f"methods: {method.name!r} has {chunks} stages per device, a plan has one"
             )
-    scaled = layers if speed is None else layers.faster(speed)
-    setting = Setting(scaled, links, batch, cores, state, paces, codecs)
+    setting = Setting(layers, links, batch, cores, state, speeds, codecs)
     search = Search(setting, devices, made, limits, replicas)
     prices: tuple[Callable[[Costs], float], ...] = (lambda costs: 1.0, _price)
     best = (search.best(method, price) for method in made for price in prices)
@@ -345,8 +340,8 @@ def plan(
         search.simulated,
         search.left_out,
         search.closest[0],
-        _assumptions(layers, links, paces if speed is None else (speed,), limits, cores, codec),
-        paces,
+        _assumptions(layers, links, speeds, limits, cores, codec),
+        speeds,
         limits,
         tuple(costs for _, costs in chosen),
     )
@@ -380,8 +375,10 @@ def _candidate(costs: Costs) -> Candidate:
 
 
 def _in_order(values: Sequence[object]) -> str:
-    """Join the values of devices, grouping equal neighbours: "2 x 24, 80"."""
+    """Join the values of devices, grouping equal neighbours: "2 x 24, 80"; one if all are equal."""
     runs = [(len([*group]), value) for value, group in groupby(values)]
+    if len(runs) == 1:
+        return f"{values[0]}"
     return ", ".join(f"{count} x {value}" if count > 1 else f"{value}" for count, value in runs)
 
 
@@ -396,8 +393,8 @@ def _assumptions(
     where = ", ".join(f"{key} {value}" for key, value in layers.about.items())
     lines = [f"layer times are measured ({where or 'as the profile says'})"]
     if speeds is not None:
-        each = _in_order([f"{number:g}" for number in speeds])
-        lines.append(f"ASSUMED: devices compute {each} times as fast as that, every layer alike")
+        times = _in_order([f"{number:g}" for number in speeds])
+        lines.append(f"ASSUMED: devices compute {times} times as fast as that, every layer alike")
     if memory is not None and len(set(memory)) > 1:
         lines.append(f"devices have {_in_order([f'{size / 1e9:.4g}' for size in memory])} GB")
     if len(links) > 1:

@@ -97,7 +97,7 @@ def test_a_method_that_is_known_to_fail_is_last_and_said_to(profile):
 def test_devices_of_different_kinds(profile: Path, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     asked = ("--profile", profile, *FOUR, *FEW, "--out", path)
-    kinds = ("--speeds", "1,1,.5,.5", "--memory", "24G,24G,80e9,80G")
+    kinds = ("--speed", "1,1,.5,.5", "--memory", "24G,24G,80e9,80G")
     said = planned(*asked, *kinds, "--link", "nvlink,100gbe,nvlink")
     assert "ASSUMED: devices compute 2 x 1, 2 x 0.5 times as fast as that, every layer ali" in said
     assert "links from device to device: nvlink, 100gbe, nvlink" in said
@@ -159,13 +159,12 @@ SNN = ("--devices", 2, "--model", "studies.examples:snn")
         ((*SNN, "--method", "no"), "'--method': method: there is no"),
         ((*SNN, "--device", "tpu7"), "'--device'"),
         ((*SNN, "--speed", 0), "'--speed'"),
-        ((*SNN, "--speed", 2, "--speeds", "1,2"), "--speed and --speeds contradict each other"),
-        ((*SNN, "--speeds", "1,2,3"), "--speeds has 3 numbers, and --devices 2 needs 2"),
+        ((*SNN, "--speed", "1,2,3"), "--speed has 3 numbers, and --devices 2 needs 2"),
         ((*SNN, "--memory", "1G,2G,3G"), "--memory has 3 numbers, and --devices 2 needs 2"),
         ((*SNN, "--link", "pcie3,pcie4"), "--link has 2 numbers, and --devices 2 needs 1"),
         *(
             ((*SNN, option, number), f"'{option}': expected positive numbers")
-            for option in ("--speeds", "--memory")
+            for option in ("--speed", "--memory")
             for number in ("1,0", "1,", "1GB", "nan", "G")
         ),
     ],
