@@ -1,20 +1,16 @@
 """Plans how to train a model on a number of devices and prints the candidates."""
 
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 from spectrain_ext.codecs import NAMES
-from spectrain_ext.extras import require_matplotlib
 from spectrain_ext.planning import (
     LINKS,
     METHODS,
@@ -29,7 +25,6 @@ from spectrain_ext.planning import (
     write_layers,
     write_plan,
 )
-from spectrain_ext.timelines.timeline import draw_timeline
 from spectrain_ext.transport.message import each
 
 from .doctor import threads
@@ -157,9 +152,8 @@ def _link(context: click.Context, parameter: click.Parameter, value: str) -> tup
 @click.option(
     "--out",
     "-o",
-    type=click.Path(path_type=Path),
-    help="Write the plan for st.partition(model, plan=...): to a .json file, or to a folder with "
-    "the first candidate's timeline.  [default: write nothing]",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the plan to this JSON file, for st.partition(model, plan=...).",
 )
 def plan_command(
     model: str | None,
@@ -191,9 +185,6 @@ def plan_command(
             raise click.UsageError(
                 f"{name} has {len(values)} numbers, and --devices {devices} needs {count}"
             )
-    file = out if out is None or out.suffix == ".json" else out / "plan.json"
-    if file is not out:  # a folder, with a picture
-        require_matplotlib()
     try:
         layers = _measured(model, device) if profile is None else read_layers(profile)
         if save_profile is not None:
@@ -211,16 +202,14 @@ def plan_command(
             )
     except (ValueError, TypeError, RuntimeError, OSError, OverflowError) as error:
         raise click.ClickException(str(error)) from error
-    if file is not None:
+    if out is not None:
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_plan(file, planned)
-            if file is not out:
-                _draw(file.parent, planned)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            write_plan(out, planned)
         except OSError as error:
             raise click.ClickException(str(error)) from error
     console = plain_console(soft_wrap=True)
-    _print_table(console, planned)
+    console.print(_table(planned), soft_wrap=False)
     for line in (*_missed(planned), *planned.assumptions):
         console.print(f"- {printable(line)}")
     if planned.left_out:
@@ -233,8 +222,8 @@ def plan_command(
         points = ", ".join(map(repr, best.split_points))
         where = f"cut before {printable(points)}" if points else "not cut"
         console.print(f"{title}: {where}: {best.code}")
-    if file is not None:
-        console.print(f"st.partition(model, example_input=..., plan={str(file)!r})")
+    if out is not None:
+        console.print(f"st.partition(model, example_input=..., plan={str(out)!r})")
 
 
 def _single(values: Sequence[Any] | None) -> Any:
@@ -297,20 +286,6 @@ def _soon(candidate: Candidate) -> str:
     return f"{1e3 * soon:.4g}" if math.isfinite(soon) else ""
 
 
-def _gap(candidate: Candidate) -> str:
-    quality = candidate.quality
-    if quality is None or not quality.where:
-        return ""
-    gaps = dict.fromkeys(f"{100 * gap:+.1f}" for gap in (quality.low, quality.high))
-    return " to ".join(gaps)
-
-
-def _where(candidate: Candidate) -> str:
-    where = candidate.quality.where if candidate.quality is not None else ()
-    return where[0] if where else ""
-
-
-# A narrow terminal leaves out columns from the end.
 _COLUMNS: Mapping[str, Callable[[Candidate], str]] = {
     "method": lambda each: each.method,
     "stages x\nreplicas": _shape,
@@ -320,56 +295,24 @@ _COLUMNS: Mapping[str, Callable[[Candidate], str]] = {
     "ms x\nmini-\nbatches": _soon,
     "GB per\ndevice": lambda each: f"{max(each.memory) / 1e9:.3g}",
     "delay": lambda each: str(each.delay),
-    "samples/s": lambda each: f"{each.throughput:.4g}",
-    "loss\ngap %": _gap,
-    "measured at": _where,
 }
-_NEEDED = 6  # columns that are always there; their cells are folded if they must be
 
 
-def _table(planned: Plan, columns: int, gap: int) -> Table:
+def _table(planned: Plan) -> Table:
     links = ", ".join(dict.fromkeys(link.name for link in planned.links))
     title = f"{planned.devices} devices, {planned.batch} samples a minibatch, {links}"
-    shown = dict(islice(_COLUMNS.items(), columns))
-    table = plain_table(title, *shown, gap=gap)
+    table = plain_table(title, *_COLUMNS, gap=1)
     for candidate in planned.candidates:
-        table.add_row(*(printable(text(candidate)) for text in shown.values()))
+        table.add_row(*(printable(text(candidate)) for text in _COLUMNS.values()))
     return table
 
 
-def _print_table(console: Console, planned: Plan) -> None:
-    roomy = plain_console(width=_WIDEST)
-    whole = not console.is_terminal and "COLUMNS" not in os.environ
-    most = len(_COLUMNS)
-    ways = [*((columns, 1) for columns in range(most, _NEEDED - 1, -1)), (_NEEDED, 0)]
-    for columns, gap in ways:
-        table = _table(planned, columns, gap)
-        if whole or roomy.measure(table).maximum <= console.width:
-            break
-    (roomy if whole else console).print(table, soft_wrap=False)
-    if columns < most:
-        hidden = ", ".join(heading.replace("\n", " ") for heading in [*_COLUMNS][columns:])
-        console.print(f"- no room for: {hidden}")
-
-
 def _missed(planned: Plan) -> Iterator[str]:
-    candidates = {
-        (candidate.method, candidate.quality): candidate
-        for candidate in planned.candidates
-        if candidate.quality is not None and math.isinf(candidate.quality.updates)
-    }
-    for candidate in candidates.values():
-        yield (
-            f"{candidate.method} did not reach that loss on {_where(candidate)}: after as many "
-            f"minibatches its test loss was {_gap(candidate)} % off synchronous training's"
-        )
-
-
-def _draw(folder: Path, planned: Plan) -> None:
-    best = planned.soonest
-    title = f"{best.method}, {_shape(best)}, M = {best.microbatches}, simulated"
-    spans = list(planned.spans(best))
-    for suffix in ("svg", "png"):
-        draw_timeline(
-            folder / f"timeline.{suffix}", spans, title=title, communication=True, unit="seconds"
-        )
+    qualities = {candidate.quality: candidate.method for candidate in planned.candidates}
+    for quality, method in qualities.items():
+        if quality is not None and math.isinf(quality.updates):
+            gaps = dict.fromkeys(f"{100 * gap:+.1f}" for gap in (quality.low, quality.high))
+            yield (
+                f"{method} did not reach that loss on {quality.where[0]}: after as many "
+                f"minibatches its test loss was {' to '.join(gaps)} % off synchronous training's"
+            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from itertools import accumulate, pairwise
@@ -26,18 +26,15 @@ from spectrain_ext.partitioning import BlockProfile, Profile
 from spectrain_ext.schedule import (
     Count,
     Entries,
-    Instruction,
     Kind,
     Place,
     Replicas,
-    Span,
     count_stage,
     find_generator,
     flushes,
 )
 from spectrain_ext.simulation import (
     Durations,
-    simulate,
     simulate_period,
     simulate_ranks,
     summarize,
@@ -258,37 +255,22 @@ class Costs:
     @cached_property
     def period(self) -> float:
         """Simulated seconds per minibatch; the bound, where the run is too short to reach it."""
-        minibatches = 3 * (2 + 2 * self.rounds)
-        if self._columns:
-            period = simulate_period(self._actions(), self.durations, minibatches=minibatches)
-        else:
-            period = summarize(self.spans(minibatches)).period
-        return max(period, self.bound)
-
-    @property
-    def _columns(self) -> bool:
-        """Whether the replicas are parallel pipelines on devices of their own."""
-        cores, ranks = self.setting.cores, self._replicas.ranks
-        return len(set(self.way.replicas)) == 1 and (cores is None or cores >= ranks)
-
-    def spans(self, minibatches: int) -> Iterator[Span]:
-        """Simulate a run; of one replica of each stage where all replicas do the same."""
-        actions, replicas = self._actions(), self._replicas
-        if self._columns:
-            return simulate(actions, self.durations, minibatches=minibatches, rules=self._rules)
-        return simulate_ranks(
-            actions, self.durations, replicas, minibatches=minibatches, cores=self.setting.cores
-        )
-
-    def _actions(self) -> list[Iterator[Instruction]]:
-        """Return the instructions of every rank, or of one replica of each stage."""
+        minibatches, cores = 3 * (2 + 2 * self.rounds), self.setting.cores
         generate = find_generator(self.way.method.schedule)
-        each = 1 if self._columns else None
-        return [
-            generate(place)
-            for place, replicas in zip(self.places, self.way.replicas, strict=True)
-            for _ in range(each or replicas)
-        ]
+        if len(set(self.way.replicas)) == 1 and (cores is None or cores >= self._replicas.ranks):
+            # Pipelines beside one another, on devices of their own: one stands for all.
+            actions = [generate(place) for place in self.places]
+            period = simulate_period(actions, self.durations, minibatches=minibatches)
+        else:
+            actions = [
+                generate(self.places[self._replicas.stage_and_replica(rank)[0]])
+                for rank in range(self._replicas.ranks)
+            ]
+            spans = simulate_ranks(
+                actions, self.durations, self._replicas, minibatches=minibatches, cores=cores
+            )
+            period = summarize(spans).period
+        return max(period, self.bound)
 
 
 class _StageCost:

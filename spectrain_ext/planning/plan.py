@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib.resources import files
@@ -16,7 +16,7 @@ from spectrain_ext.files import finite, replace_file
 from spectrain_ext.method import Method, chunks_of, find_method
 from spectrain_ext.partitioning.cut import PLAN_FORMAT
 from spectrain_ext.partitioning.profile import check_number, one_each
-from spectrain_ext.schedule import Span, flushes
+from spectrain_ext.schedule import flushes
 
 from .costs import Costs, Setting
 from .layers import Layers, Link, find_link
@@ -27,8 +27,6 @@ METHODS = (
     *("sync", "gpipe", "1f1b", "vanilla", "pipedream", "pipedream-2bw"),
     *("spectrain", "spectrain-stash", "auto"),
 )
-# Minibatches of a timeline, besides two windows of them.
-_SHOWN = 3
 
 
 class Quality(NamedTuple):
@@ -232,11 +230,6 @@ class Plan:
         }
         document: dict[str, Any] = finite(content)
         return document
-
-    def spans(self, candidate: Candidate) -> Iterator[Span]:
-        """Simulate the timeline of a candidate."""
-        costs = self._costs[self.candidates.index(candidate)]
-        return costs.spans(_SHOWN + 2 * costs.rounds)
 
 
 def plan(

@@ -115,8 +115,6 @@ def test_a_plan_is_code_and_json(tmp_path):
     document = json.loads((tmp_path / "plan.json").read_text())
     assert document["candidates"][0]["throughput"] == found.fastest.throughput
     assert document["candidates"][0]["code"] == found.fastest.code
-    spans = list(found.spans(found.fastest))
-    assert spans and max(span.end for span in spans) > found.fastest.period
     other = found.document(found.fastest)
     assert (other["ends"], other["settings"]) == ([*found.fastest.ends], found.fastest.settings)
 
