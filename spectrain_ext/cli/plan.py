@@ -11,6 +11,7 @@ from rich.table import Table
 from torch import nn
 
 from spectrain_ext.codecs import NAMES
+from spectrain_ext.method import methods as method_names
 from spectrain_ext.planning import (
     LINKS,
     METHODS,
@@ -32,8 +33,6 @@ from .options import (
     MANY,
     POSITIVE,
     amounts,
-    complete_member,
-    complete_method,
     completes,
     imported,
     is_imported,
@@ -49,10 +48,13 @@ from .options import (
 _WIDEST = 10**4
 
 
-def _link(context: click.Context, parameter: click.Parameter, value: str) -> tuple[Link, ...]:
+def _link(
+    context: click.Context, parameter: click.Parameter, value: str
+) -> Link | tuple[Link, ...]:
     """Parse one link or several with commas."""
     try:
-        return tuple(map(find_link, value.split(",")))
+        links = tuple(map(find_link, value.split(",")))
+        return links[0] if len(links) == 1 else links
     except ValueError as error:
         raise click.BadParameter(str(error).removeprefix("link: ")) from error
 
@@ -68,7 +70,6 @@ def _link(context: click.Context, parameter: click.Parameter, value: str) -> tup
 @click.option(
     "--model",
     metavar="MODULE:FUNCTION",
-    shell_complete=completes(complete_member),
     help="Function that returns (model, example input). A checkout has some in studies.examples, "
     "for example studies.examples:vgg16.",
 )
@@ -88,7 +89,7 @@ def _link(context: click.Context, parameter: click.Parameter, value: str) -> tup
     default="pcie3",
     metavar="LINK",
     callback=_link,
-    shell_complete=completes(lambda start: LINKS),
+    shell_complete=completes(lambda: LINKS),
     help=f"Link between any two devices: {', '.join(LINKS)}, or bytes per second in each "
     "direction. Comma-separated: one between each two neighbours.",
 )
@@ -132,14 +133,14 @@ def _link(context: click.Context, parameter: click.Parameter, value: str) -> tup
     metavar="NAME",
     default=[",".join(METHODS)],
     callback=names,
-    shell_complete=completes(complete_method),
+    shell_complete=completes(method_names),
     help="Comma-separated methods. module:NAME imports your own; sync is data parallelism.",
 )
 @click.option(
     "--device",
     default="cpu",
     shell_complete=completes(
-        lambda start: ["cpu", *(f"cuda:{k}" for k in range(torch.cuda.device_count()))]
+        lambda: ["cpu", *(f"cuda:{k}" for k in range(torch.cuda.device_count()))]
     ),
     help="Device to measure the model on: cpu (one thread) or cuda.",
 )
@@ -160,9 +161,9 @@ def plan_command(
     profile: Path | None,
     save_profile: Path | None,
     devices: int,
-    link: tuple[Link, ...],
-    memory: tuple[float, ...] | None,
-    speed: tuple[float, ...] | None,
+    link: Link | tuple[Link, ...],
+    memory: float | tuple[float, ...] | None,
+    speed: float | tuple[float, ...] | None,
     codec: str | None,
     methods: Sequence[str],
     device: str,
@@ -181,7 +182,7 @@ def plan_command(
         ("--memory", memory, devices),
         ("--link", link, devices - 1),
     ):
-        if values is not None and len(values) not in (1, count):
+        if isinstance(values, tuple) and len(values) != count:
             raise click.UsageError(
                 f"{name} has {len(values)} numbers, and --devices {devices} needs {count}"
             )
@@ -193,21 +194,18 @@ def plan_command(
             planned = plan(
                 layers,
                 devices,
-                link=_single(link),
-                memory=_single(memory),
-                speed=_single(speed),
+                link=link,
+                memory=memory,
+                speed=speed,
                 methods=[_method(name) for name in methods],
                 codec=None if codec is None else NAMES[codec],
                 **numbers,
             )
-    except (ValueError, TypeError, RuntimeError, OSError, OverflowError) as error:
-        raise click.ClickException(str(error)) from error
-    if out is not None:
-        try:
+        if out is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
             write_plan(out, planned)
-        except OSError as error:
-            raise click.ClickException(str(error)) from error
+    except (ValueError, TypeError, RuntimeError, OSError, OverflowError) as error:
+        raise click.ClickException(str(error)) from error
     console = plain_console(soft_wrap=True)
     console.print(_table(planned), soft_wrap=False)
     for line in (*_missed(planned), *planned.assumptions):
@@ -224,11 +222,6 @@ def plan_command(
         console.print(f"{title}: {where}: {best.code}")
     if out is not None:
         console.print(f"st.partition(model, example_input=..., plan={str(out)!r})")
-
-
-def _single(values: Sequence[Any] | None) -> Any:
-    """Return one value for all devices alone."""
-    return values[0] if values is not None and len(values) == 1 else values
 
 
 def _method(name: str) -> Any:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from spectrain_ext.method import Window, chunks_of, microbatches_of, numbers_of
+from spectrain_ext.method import Window, chunks_of, methods, microbatches_of, numbers_of
 from spectrain_ext.planning import LINKS, find_link
 from spectrain_ext.simulation import summarize
 from spectrain_ext.timelines.method_timeline import devices_under, instructions_of, simulate_method
@@ -13,7 +13,6 @@ from spectrain_ext.timelines.timeline import draw_timeline, write_trace
 from .options import (
     FEW,
     POSITIVE,
-    complete_method,
     completes,
     method_of,
     own_failures,
@@ -33,7 +32,7 @@ _SUFFIXES = (".svg", ".png", ".json")
     "--method",
     "-m",
     default="spectrain",
-    shell_complete=completes(complete_method),
+    shell_complete=completes(methods),
     help="Method to simulate. module:NAME imports your own; pipedream+sync@4 changes the method "
     "after 4 minibatches.",
 )
@@ -46,7 +45,7 @@ _SUFFIXES = (".svg", ".png", ".json")
     "--window",
     metavar="WINDOW",
     callback=parsed_window,
-    shell_complete=completes(lambda start: ("classic", "wide")),
+    shell_complete=completes(lambda: ("classic", "wide")),
     help="Microbatches in flight: classic, wide, a number, or comma-separated numbers, one per "
     "stage.  "
     "[default: the method's]",
@@ -64,7 +63,7 @@ _SUFFIXES = (".svg", ".png", ".json")
 @click.option(
     "--link",
     metavar="LINK",
-    shell_complete=completes(lambda start: LINKS),
+    shell_complete=completes(lambda: LINKS),
     help="Compute the communication time from a link, in seconds, like all durations then: "
     f"{', '.join(LINKS)}, or bytes per second in each direction. Needs --message.",
 )
