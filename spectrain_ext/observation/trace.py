@@ -103,7 +103,7 @@ class Trace(Observer):
                 lane = _LANES.get(kind, "compute")
                 version, horizon = None, 0
                 if kind in COMPUTE:
-                    ((version, horizon),) = ledgers[k].enter([Instruction(kind, i, j)])
+                    version, horizon = ledgers[k].enter(Instruction(kind, i, j))
                     version += before
                 # An event on an idle stream is recorded at once, although the action after it waits
                 # for the stage's computation.

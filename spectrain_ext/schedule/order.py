@@ -8,12 +8,11 @@ from itertools import tee
 
 from .generators import Generator, bounded
 from .instructions import Instruction, Kind, ScheduleError
-from .ledger import Count, Ledger, Pair
+from .ledger import Count, Ledger
 from .place import Place
 from .reading import Entries, Rules
 
 _FORWARD, _UPDATE, _WEIGHTS = Kind.FORWARD, Kind.UPDATE, Kind.BACKWARD_WEIGHTS
-_RUN = 4096  # instructions after which a stage lets the others continue
 _ALONE = frozenset((_UPDATE, _WEIGHTS))  # they neither receive nor send
 # Among what a device can begin at once: updates first, what no stage waits for last.
 _RANKS = {_UPDATE: 0, _WEIGHTS: 3}
@@ -21,19 +20,20 @@ _NEVER = float("inf")
 
 
 class _Stage:
-    def __init__(self, instructions: Iterator[Instruction], last: bool, first: bool) -> None:
+    def __init__(self, instructions: Iterator[Instruction], first: bool, last: bool) -> None:
         self.instructions = instructions
+        # Sent to it and not yet received; None: it receives none.
         self.activations: deque[Instruction] | None = None if first else deque()
         self.gradients: deque[Instruction] | None = None if last else deque()
         self.waiting: Instruction | None = None
 
 
 def interleave(
-    schedules: Sequence[Iterable[Instruction]], minibatches: int | None = None
-) -> Iterator[tuple[int, list[Instruction]]]:
-    """Yield all stages' instructions in a possible order, as (stage, some of them)."""
-    n = len(schedules)
-    stages = [_Stage(bounded(schedules[k], k, minibatches), k == n - 1, k == 0) for k in range(n)]
+    actions: Sequence[Iterable[Instruction]], minibatches: int | None = None
+) -> Iterator[tuple[int, Instruction]]:
+    """Yield all stages' instructions in a possible order, as (stage, instruction)."""
+    n = len(actions)
+    stages = [_Stage(bounded(actions[k], k, minibatches), k == 0, k == n - 1) for k in range(n)]
     # Down and up: activations travel the whole way in one sweep, and so do gradients. The order
     # does not affect what can run: a schedule that ends here ends on any machine.
     sweep = [*range(n), *range(n - 2, 0, -1)]
@@ -41,10 +41,9 @@ def interleave(
     while progress:
         progress = False
         for k in sweep:
-            run = _advance(stages, k)
-            if run:
+            for instruction in _advance(stages, k):
                 progress = True
-                yield k, run
+                yield k, instruction
     for k, stage in enumerate(stages):
         if stage.waiting is not None:
             raise _stuck(stages, k, stage.waiting)
@@ -58,36 +57,30 @@ def interleave(
                 raise ScheduleError(k, missing, "missing: it has been sent")
 
 
-def _advance(stages: list[_Stage], k: int) -> list[Instruction]:
+def _advance(stages: list[_Stage], k: int) -> Iterator[Instruction]:
+    """Yield a stage's instructions until one waits for what has not been sent."""
     stage = stages[k]
-    to_next = stages[k + 1].activations if stage.gradients is not None else None
-    to_previous = stages[k - 1].gradients if stage.activations is not None else None
-    activations, gradients, following = stage.activations, stage.gradients, stage.instructions
-    run: list[Instruction] = []
-    instruction = stage.waiting or next(following, None)
+    to_next = None if stage.gradients is None else stages[k + 1].activations
+    to_previous = None if stage.activations is None else stages[k - 1].gradients
+    instruction = stage.waiting or next(stage.instructions, None)
     stage.waiting = None
     while instruction is not None:
-        kind = instruction[0]
-        if kind is not _UPDATE and kind is not _WEIGHTS:
-            if kind is _FORWARD:
-                inputs, outputs = activations, to_next
-            else:
-                inputs, outputs = gradients, to_previous
+        kind = instruction.kind
+        if kind not in _ALONE:
+            forward = kind is _FORWARD
+            inputs = stage.activations if forward else stage.gradients
+            outputs = to_next if forward else to_previous
             if inputs is not None:
                 if not inputs:
                     stage.waiting = instruction
-                    return run
+                    return
                 sent = inputs.popleft()
-                # one of the two may have halves
-                if sent != instruction and sent[1:] != instruction[1:]:
+                if sent[1:] != instruction[1:]:  # one of the two may have halves
                     raise _out_of_order(k, instruction, sent)
             if outputs is not None:
                 outputs.append(instruction)
-        run.append(instruction)
-        if len(run) >= _RUN:
-            return run
-        instruction = next(following, None)
-    return run
+        yield instruction
+        instruction = next(stage.instructions, None)
 
 
 def receive(instruction: Instruction) -> Instruction:
@@ -132,12 +125,18 @@ def device_order(
     actions: Sequence[Iterable[Instruction]],
     device_of: Sequence[int],
     minibatches: int | None = None,
-) -> list[Iterator[tuple[int, Instruction]]]:
-    """Return what every device does in turn, as lazy iterators of (stage, instruction).
+) -> Iterator[tuple[int, Instruction]]:
+    """Yield what devices do, lazily as (stage, instruction), in an order without deadlocks.
 
-    Each device's order is part of one order of all instructions in which everything that an
-    instruction waits for comes before it. Devices that follow it cannot deadlock, for any
-    durations. It is the same on every machine.
+    Everything that an instruction waits for comes before it, so devices that follow the order of
+    their own stages' instructions cannot deadlock, for any durations. It is the same on every
+    machine, and devices do not idle without need: a forward, a backward and a half take one unit of
+    time, an update and a message none. A device runs what can begin first. Ties: an update first
+    and the second half of a backward last; between them a forward after a backward and a backward
+    after a forward; then the oldest round of as many microbatches as devices; then a forward of the
+    first stage or a backward of the last. Interleaved 1F1B comes out in Megatron-LM's order, except
+    that from three chunks and four devices on Megatron-LM waits for some forwards where these
+    devices do a backward and end at the same time.
 
     Args:
         actions: per stage; finite, or endless with ``minibatches``.
@@ -150,35 +149,9 @@ def device_order(
 
     Example:
         >>> from spectrain_ext.simulation import device_order, streams
-        >>> (only,) = device_order(streams("1f1b", [2, 1]), [0, 0], minibatches=1)
-        >>> [(stage, each.kind.value) for stage, each in only][:3]
+        >>> order = device_order(streams("1f1b", [2, 1]), [0, 0], minibatches=1)
+        >>> [(stage, each.kind.value) for stage, each in order][:3]
         [(0, 'forward'), (1, 'forward'), (1, 'backward')]
-    """
-    # A caller that reads only one device drops the other copies, which then buffer nothing.
-    copies = tee(one_by_one(actions, device_of, minibatches), 1 + max(device_of, default=-1))
-    return [_of_device(copy, d, device_of) for d, copy in enumerate(copies)]
-
-
-def _of_device(
-    order: Iterator[tuple[int, Instruction]], d: int, device_of: Sequence[int]
-) -> Iterator[tuple[int, Instruction]]:
-    return (at for at in order if device_of[at[0]] == d)
-
-
-def one_by_one(
-    actions: Sequence[Iterable[Instruction]],
-    device_of: Sequence[int],
-    minibatches: int | None = None,
-) -> Iterator[tuple[int, Instruction]]:
-    """Yield the instructions of all stages as devices that never idle without need begin them.
-
-    A forward, a backward and a half take one unit of time, an update and a message none. A device
-    runs what can begin first. Ties: an update first and the second half of a backward last; between
-    them a forward after a backward and a backward after a forward; then the oldest round of as many
-    microbatches as devices; then a forward of the first stage or a backward of the last.
-    Interleaved 1F1B comes out in Megatron-LM's order, except that from three chunks and four
-    devices on Megatron-LM waits for some forwards where these devices do a backward and end at the
-    same time.
     """
     n = len(actions)
     if len(device_of) != n:
@@ -247,37 +220,27 @@ def one_by_one(
 
 
 def open_ledgers(
-    stages: int,
+    actions: Sequence[Iterable[Instruction]],
     rules: Sequence[Rules] | None = None,
     windows: Sequence[int] | None = None,
     microbatches: int | None = None,
-) -> list[Ledger]:
-    """Return a ledger per stage; without rules all read the newest weights."""
+) -> tuple[list[Iterable[Instruction]], list[Ledger]]:
+    """Return the actions and a ledger per stage; without rules all read the newest weights."""
+    n = len(actions)
     for name, values in (("rules", rules), ("windows", windows)):
-        if values is not None and len(values) != stages:
-            raise ValueError(f"{name}: expected one per stage, {stages}, got {len(values)}")
-    rules = [Rules()] * stages if rules is None else rules
-    entries = [Entries() for _ in range(stages)]
-    most = [None] * stages if windows is None else windows
-    ledgers = [
-        Ledger(k, rules[k], window=most[k], microbatches=microbatches, entries=entries[k])
-        for k in range(stages)
+        if values is not None and len(values) != n:
+            raise ValueError(f"{name}: expected one per stage, {n}, got {len(values)}")
+    rules = [Rules()] * n if rules is None else rules
+    actions, most = list(actions), [None] * n if windows is None else windows
+    entries: dict[int, Entries] = {}
+    for k, rule in enumerate(rules):
+        if rule.forward_reads == "entry":
+            actions[0], copy = tee(actions[0])
+            entries[k] = Entries(copy)
+    return actions, [
+        Ledger(k, rules[k], window=most[k], microbatches=microbatches, entries=entries.get(k))
+        for k in range(n)
     ]
-    if ledgers:
-        ledgers[0].heirs = [entries[k] for k in range(stages) if rules[k].forward_reads == "entry"]
-    return ledgers
-
-
-def follow(
-    order: Iterable[tuple[int, list[Instruction]]],
-    ledgers: Sequence[Ledger],
-    minibatches: int | None = None,
-) -> Iterator[tuple[int, list[Instruction], list[Pair]]]:
-    """Yield (stage, instructions, what they read), of one stage after another as they run."""
-    for k, run in order:
-        yield k, run, ledgers[k].enter(run)
-    for ledger in ledgers:
-        ledger.close(minibatches)
 
 
 def validate(
@@ -317,9 +280,10 @@ def validate(
         >>> [max(count.delays) for count in counts]
         [2, 1, 0]
     """
-    ledgers = open_ledgers(len(actions), rules, windows, microbatches)
-    deque(follow(interleave(actions, minibatches), ledgers, minibatches), maxlen=0)
-    return [ledger.count for ledger in ledgers]
+    actions, ledgers = open_ledgers(actions, rules, windows, microbatches)
+    for k, instruction in interleave(actions, minibatches):
+        ledgers[k].enter(instruction)
+    return [ledger.close(minibatches) for ledger in ledgers]
 
 
 def check_generator(generate: Generator, places: Sequence[Place]) -> None:

@@ -17,7 +17,7 @@ from spectrain_ext.schedule import (
     Span,
     find_generator,
 )
-from spectrain_ext.schedule.order import follow, interleave, one_by_one, open_ledgers
+from spectrain_ext.schedule.order import device_order, interleave, open_ledgers
 
 PerStage = float | Sequence[float]
 _LONGEST = 1e100  # sums and products of such durations stay finite
@@ -211,22 +211,22 @@ def simulate(
     n = len(actions)
     device_of = devices or range(n)
     clock = _Clock(n, durations, device_of)
-    ledgers = open_ledgers(n, rules)
-    order: Iterable[tuple[int, list[Instruction]]]
+    actions, ledgers = open_ledgers(actions, rules)
     if devices is None:
         order = interleave(actions, minibatches)
     else:
-        order = ((k, [turn]) for k, turn in one_by_one(actions, devices, minibatches))
-    for k, run, readings in follow(order, ledgers, minibatches):
-        for (kind, i, j), (version, horizon), times in zip(
-            run, readings, clock.times(k, run), strict=True
-        ):
-            begun, loaded, start, end, message = times
-            if message is not None:
-                yield Span(message[0], *SENDS[kind], i, j, *message[1:], None)
-            if begun < loaded:
-                yield Span(k, "compute", LOADS[kind], i, j, begun, loaded, version, horizon)
-            yield Span(k, "compute", kind, i, j, start, end, version, horizon)
+        order = device_order(actions, devices, minibatches)
+    for k, instruction in order:
+        kind, i, j = instruction
+        version, horizon = ledgers[k].enter(instruction)
+        begun, loaded, start, end, message = clock.times(k, kind)
+        if message is not None:
+            yield Span(message[0], *SENDS[kind], i, j, *message[1:], None)
+        if begun < loaded:
+            yield Span(k, "compute", LOADS[kind], i, j, begun, loaded, version, horizon)
+        yield Span(k, "compute", kind, i, j, start, end, version, horizon)
+    for ledger in ledgers:
+        ledger.close(minibatches)
 
 
 def simulate_period(
@@ -250,11 +250,10 @@ def simulate_period(
     n = len(actions)
     clock = _Clock(n, durations, range(n))
     updates: list[float] = []
-    for k, run in interleave(actions, minibatches):
-        ends = (times[3] for times in clock.times(k, run))
-        if k == 0:
-            pairs = zip(run, ends, strict=True)
-            updates += [end for turn, end in pairs if turn.kind is Kind.UPDATE]
+    for k, (kind, _, _) in interleave(actions, minibatches):
+        end = clock.times(k, kind)[3]
+        if k == 0 and kind is Kind.UPDATE:
+            updates.append(end)
     return period_of(updates)
 
 
@@ -322,22 +321,20 @@ class _Clock:
                 for kind in kinds:
                     self._received[to][kind] = self._sent[sender][kind] = edge
 
-    def times(self, k: int, run: Iterable[Instruction]) -> list[_Times]:
-        takes, arriving, leaving = self._takes[k], self._received[k], self._sent[k]
-        free, all_times = self._free[self._device_of[k]], []
-        for kind, _, _ in run:
-            load, compute = takes[kind]
-            begun, message = free, None
-            start = loaded = begun + load
-            if kind in arriving:
-                message = arriving[kind].receive()
-                start = max(loaded, message[2])
-            free = start + compute
-            if kind in leaving:
-                leaving[kind].sent.append(free)
-            all_times.append((begun, loaded, start, free, message))
-        self._free[self._device_of[k]] = free
-        return all_times
+    def times(self, k: int, kind: Kind) -> _Times:
+        """Run a stage's next instruction, which is of this kind."""
+        load, compute = self._takes[k][kind]
+        arriving, leaving = self._received[k].get(kind), self._sent[k].get(kind)
+        device, message = self._device_of[k], None
+        begun = self._free[device]
+        start = loaded = begun + load
+        if arriving is not None:
+            message = arriving.receive()
+            start = max(loaded, message[2])
+        self._free[device] = end = start + compute
+        if leaving is not None:
+            leaving.sent.append(end)
+        return begun, loaded, start, end, message
 
 
 def summarize(spans: Iterable[Span], devices: Sequence[int] | None = None) -> Summary:

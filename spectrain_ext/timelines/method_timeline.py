@@ -154,7 +154,7 @@ def instructions_of(
     )
     handled = plain_steps(place)
     for instruction in bounded(generate(place), stage, minibatches):
-        ((version, horizon),) = ledger.enter([instruction])
+        version, horizon = ledger.enter(instruction)
         kind, i, j = instruction
         for step in steps(kind, handled, first=not j):
             line = f"{step.value:<36} {i}"
