@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from spectrain_ext.schedule.order import interleave
 from spectrain_ext.simulation import (
     Durations,
+    device_order,
     simulate,
     simulate_period,
     streams,
@@ -28,9 +28,9 @@ def durations(windows: Sequence[int]) -> Durations:
 
 #: By name: windows, minibatches, and what to do with both.
 CALLS: dict[str, tuple[Sequence[int], int, Callable[[Any, int], object]]] = {
-    "generate, interleave": (
+    "generate, order": (
         *(CLASSIC, 10_000),
-        lambda w, n: deque(interleave(streams(NAME, w), n), maxlen=0),
+        lambda w, n: deque(device_order(streams(NAME, w), range(len(w)), n), maxlen=0),
     ),
     "generate, validate and count": (
         *(CLASSIC, 10_000),

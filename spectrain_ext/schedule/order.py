@@ -19,70 +19,6 @@ _RANKS = {_UPDATE: 0, _WEIGHTS: 3}
 _NEVER = float("inf")
 
 
-class _Stage:
-    def __init__(self, instructions: Iterator[Instruction], first: bool, last: bool) -> None:
-        self.instructions = instructions
-        # Sent to it and not yet received; None: it receives none.
-        self.activations: deque[Instruction] | None = None if first else deque()
-        self.gradients: deque[Instruction] | None = None if last else deque()
-        self.waiting: Instruction | None = None
-
-
-def interleave(
-    actions: Sequence[Iterable[Instruction]], minibatches: int | None = None
-) -> Iterator[tuple[int, Instruction]]:
-    """Yield all stages' instructions in a possible order, as (stage, instruction)."""
-    n = len(actions)
-    stages = [_Stage(bounded(actions[k], k, minibatches), k == 0, k == n - 1) for k in range(n)]
-    # Down and up: activations travel the whole way in one sweep, and so do gradients. The order
-    # does not affect what can run: a schedule that ends here ends on any machine.
-    sweep = [*range(n), *range(n - 2, 0, -1)]
-    progress = True
-    while progress:
-        progress = False
-        for k in sweep:
-            for instruction in _advance(stages, k):
-                progress = True
-                yield k, instruction
-    for k, stage in enumerate(stages):
-        if stage.waiting is not None:
-            raise _stuck(stages, k, stage.waiting)
-    for k, stage in enumerate(stages):
-        for edge, kind in (
-            (stage.activations, Kind.RECEIVE_ACTIVATION),
-            (stage.gradients, Kind.RECEIVE_GRADIENT),
-        ):
-            if edge:
-                missing = Instruction(kind, *edge[0][1:])
-                raise ScheduleError(k, missing, "missing: it has been sent")
-
-
-def _advance(stages: list[_Stage], k: int) -> Iterator[Instruction]:
-    """Yield a stage's instructions until one waits for what has not been sent."""
-    stage = stages[k]
-    to_next = None if stage.gradients is None else stages[k + 1].activations
-    to_previous = None if stage.activations is None else stages[k - 1].gradients
-    instruction = stage.waiting or next(stage.instructions, None)
-    stage.waiting = None
-    while instruction is not None:
-        kind = instruction.kind
-        if kind not in _ALONE:
-            forward = kind is _FORWARD
-            inputs = stage.activations if forward else stage.gradients
-            outputs = to_next if forward else to_previous
-            if inputs is not None:
-                if not inputs:
-                    stage.waiting = instruction
-                    return
-                sent = inputs.popleft()
-                if sent[1:] != instruction[1:]:  # one of the two may have halves
-                    raise _out_of_order(k, instruction, sent)
-            if outputs is not None:
-                outputs.append(instruction)
-        yield instruction
-        instruction = next(stage.instructions, None)
-
-
 def receive(instruction: Instruction) -> Instruction:
     forward = instruction.kind is _FORWARD
     kind = Kind.RECEIVE_ACTIVATION if forward else Kind.RECEIVE_GRADIENT
@@ -91,34 +27,6 @@ def receive(instruction: Instruction) -> Instruction:
 
 def _sender(k: int, instruction: Instruction) -> int:
     return k - 1 if instruction.kind is _FORWARD else k + 1
-
-
-def _out_of_order(k: int, instruction: Instruction, sent: Instruction) -> ScheduleError:
-    return ScheduleError(
-        k,
-        receive(instruction),
-        f"stage {_sender(k, instruction)} sends minibatch {sent.minibatch}, microbatch "
-        f"{sent.microbatch} before it or instead of it",
-    )
-
-
-def _stuck(stages: list[_Stage], k: int, instruction: Instruction) -> ScheduleError:
-    """Return why stage k waits forever: the stage at the end of the chain of waiting ones."""
-    sender = _sender(k, instruction)
-    other = stages[sender].waiting
-    if other is None:
-        reason = f"stage {sender} ends without sending it"
-    elif _sender(sender, other) != k:
-        return _stuck(stages, sender, other)
-    else:
-        reason = (
-            f"a deadlock: stage {sender}, which sends it, waits at {receive(other)}, which stage "
-            f"{k} sends later"
-        )
-    return ScheduleError(k, receive(instruction), reason)
-
-
-# Several stages on one device.
 
 
 def device_order(
@@ -194,17 +102,21 @@ def device_order(
         turn = heads[k]
         if start == _NEVER or turn is None:
             break
+        d, ahead = device_of[k], turn.kind is _FORWARD
+        if turn.kind not in _ALONE and k != sources[ahead]:
+            sent, _ = inboxes[ahead][k].popleft()
+            if sent[1:] != turn[1:]:  # one of the two may have halves
+                reason = (
+                    f"stage {_sender(k, turn)} sends minibatch {sent.minibatch}, microbatch "
+                    f"{sent.microbatch} before it or instead of it"
+                )
+                raise ScheduleError(k, receive(turn), reason)
         yield k, turn
         heads[k] = next(following[k], None)
-        d, ahead = device_of[k], turn.kind is _FORWARD
         if turn.kind is not _UPDATE:
             free[d], went_ahead[d] = int(start) + 1, ahead
         if turn.kind not in _ALONE:
             done[ahead][k] += 1
-            if k != sources[ahead]:
-                sent, _ = inboxes[ahead][k].popleft()
-                if sent[1:] != turn[1:]:
-                    raise _out_of_order(k, turn, sent)
             if k != ends[ahead]:
                 to = k + 1 if ahead else k - 1
                 inboxes[ahead][to].append((turn, free[d]))
@@ -213,7 +125,28 @@ def device_order(
         choices[d] = choice(d)
     for k, turn in enumerate(heads):
         if turn is not None:
-            raise ScheduleError(k, receive(turn), "never arrives: no device can go on")
+            raise _stuck(heads, k, turn)
+    for ahead, kind in enumerate((Kind.RECEIVE_GRADIENT, Kind.RECEIVE_ACTIVATION)):
+        for k, inbox in enumerate(inboxes[ahead]):
+            if inbox:
+                missing = Instruction(kind, *inbox[0][0][1:])
+                raise ScheduleError(k, missing, "missing: it has been sent")
+
+
+def _stuck(heads: Sequence[Instruction | None], k: int, waits: Instruction) -> ScheduleError:
+    """Return why stage k waits forever: the stage at the end of the chain of waiting ones."""
+    sender = _sender(k, waits)
+    other = heads[sender]
+    if other is None:
+        reason = f"stage {sender} ends without sending it"
+    elif _sender(sender, other) != k:
+        return _stuck(heads, sender, other)
+    else:
+        reason = (
+            f"a deadlock: stage {sender}, which sends it, waits at {receive(other)}, which stage "
+            f"{k} sends later"
+        )
+    return ScheduleError(k, receive(waits), reason)
 
 
 # Checks and counts.
@@ -281,7 +214,7 @@ def validate(
         [2, 1, 0]
     """
     actions, ledgers = open_ledgers(actions, rules, windows, microbatches)
-    for k, instruction in interleave(actions, minibatches):
+    for k, instruction in device_order(actions, range(len(actions)), minibatches):
         ledgers[k].enter(instruction)
     return [ledger.close(minibatches) for ledger in ledgers]
 

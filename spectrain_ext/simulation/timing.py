@@ -17,7 +17,7 @@ from spectrain_ext.schedule import (
     Span,
     find_generator,
 )
-from spectrain_ext.schedule.order import device_order, interleave, open_ledgers
+from spectrain_ext.schedule.order import device_order, open_ledgers
 
 PerStage = float | Sequence[float]
 _LONGEST = 1e100  # sums and products of such durations stay finite
@@ -212,11 +212,7 @@ def simulate(
     device_of = devices or range(n)
     clock = _Clock(n, durations, device_of)
     actions, ledgers = open_ledgers(actions, rules)
-    if devices is None:
-        order = interleave(actions, minibatches)
-    else:
-        order = device_order(actions, devices, minibatches)
-    for k, instruction in order:
+    for k, instruction in device_order(actions, device_of, minibatches):
         kind, i, j = instruction
         version, horizon = ledgers[k].enter(instruction)
         begun, loaded, start, end, message = clock.times(k, kind)
@@ -250,7 +246,7 @@ def simulate_period(
     n = len(actions)
     clock = _Clock(n, durations, range(n))
     updates: list[float] = []
-    for k, (kind, _, _) in interleave(actions, minibatches):
+    for k, (kind, _, _) in device_order(actions, range(n), minibatches):
         end = clock.times(k, kind)[3]
         if k == 0 and kind is Kind.UPDATE:
             updates.append(end)
