@@ -13,7 +13,6 @@ import click
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from torch.cuda import nccl
 
@@ -59,8 +58,6 @@ def doctor(brief: bool) -> None:
         _print_rows(console, "Environment", settings)
     _print_rows(console, "Build", {key.replace("_", " "): _plain(build[key]) for key in build})
     _print_rows(console, "Devices", devices())
-    if torch.cuda.device_count() > 1:
-        console.print(peer_access())
     listed = findings(build)
     problems = [one for one in listed if one.is_problem]
     _print_findings(console, "Problems", problems, "yellow", "remedy: ")
@@ -105,26 +102,18 @@ def summary(build: BuildInfo) -> str:
 def devices() -> dict[str, str]:
     threads = f"torch runs {torch.get_num_threads()} threads"
     lines = {"cpu": f"{cpu_name()}: {cores()} cores to use, {threads}"}
-    for index in range(torch.cuda.device_count()):
+    every = range(torch.cuda.device_count())
+    for index in every:
         properties = torch.cuda.get_device_properties(index)
         lines[f"cuda:{index}"] = (
             f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
             f"{properties.total_memory / 2**30:.0f} GiB"
         )
+        others = [other for other in every if other != index]
+        if others:
+            reached = [n for n in others if torch.cuda.can_device_access_peer(index, n)]
+            lines[f"cuda:{index}"] += f", peer access to {', '.join(map(str, reached)) or 'none'}"
     return lines
-
-
-def peer_access() -> Table:
-    every = range(torch.cuda.device_count())
-    table = Table("from \\ to", title="Peer access", title_justify="left")
-    for target in every:
-        table.add_column(f"cuda:{target}", justify="center")
-    for source in every:
-        reached = (a == source or torch.cuda.can_device_access_peer(source, a) for a in every)
-        shown = ["yes" if can else "no" for can in reached]
-        shown[source] = "-"
-        table.add_row(f"cuda:{source}", *shown)
-    return table
 
 
 def findings(build: BuildInfo) -> list[Finding]:
