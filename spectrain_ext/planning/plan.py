@@ -143,7 +143,7 @@ class Candidate:
         return f"st.DistributedPipeline(stage, optimizer, loss_fn, {arguments})"
 
     @property
-    def _place(self) -> tuple[Any, ...]:
+    def _rank(self) -> tuple[Any, ...]:
         """The sort key: measured ones, then those not measured, then those that did not reach."""
         soon = self.seconds_to_quality
         missed = math.isinf(soon) and self.quality is not None
@@ -188,7 +188,7 @@ class Plan:
     assumptions: tuple[str, ...]
     speeds: tuple[float, ...] | None
     memory: tuple[float, ...] | None
-    _costs: tuple[Costs, ...]
+    _layers: Layers
 
     @property
     def fastest(self) -> Candidate:
@@ -207,7 +207,7 @@ class Plan:
             candidate: the one to cut and train by; None: the first.
         """
         chosen = self.candidates[0] if candidate is None else candidate
-        costs = self._costs[self.candidates.index(chosen)]
+        microbatch = self._layers.at(self.batch / chosen.microbatches)
         candidates = [
             {
                 **asdict(each),
@@ -221,8 +221,8 @@ class Plan:
         mine = ("devices", "batch", "assumptions", "tried", "simulated", "left_out")
         content = {
             "spectrain_plan": PLAN_FORMAT,
-            "model": str(costs.setting.layers.about.get("model", "")),
-            "blocks": [asdict(block) for block in costs.blocks],  # for one of its microbatches
+            "model": str(self._layers.about.get("model", "")),
+            "blocks": [asdict(block) for block in microbatch.blocks],
             **{name: getattr(chosen, name) for name in ("ends", "split_points", "settings")},
             **{name: getattr(self, name) for name in (*mine, "speeds", "memory")},
             "link": links[0] if len(links) == 1 else links,
@@ -322,13 +322,12 @@ def plan(
     ways = {id(costs): costs for costs in best if costs is not None}
     if not ways:
         raise ValueError(_nothing(search, devices, batch)) from search.refusal
-    pairs = ((_candidate(costs), costs) for costs in ways.values())
-    chosen = sorted(pairs, key=lambda pair: pair[0]._place)
+    candidates = sorted(map(_candidate, ways.values()), key=lambda candidate: candidate._rank)
     return Plan(
         devices,
         batch,
         links,
-        tuple(candidate for candidate, _ in chosen),
+        tuple(candidates),
         search.tried,
         search.simulated,
         search.left_out,
@@ -336,7 +335,7 @@ def plan(
         _assumptions(layers, links, speeds, limits, cores, codec),
         speeds,
         limits,
-        tuple(costs for _, costs in chosen),
+        layers,
     )
 
 
