@@ -5,7 +5,6 @@ from pathlib import Path
 import click
 
 from spectrain_ext.method import Window, chunks_of, methods, microbatches_of, numbers_of
-from spectrain_ext.planning import LINKS, find_link
 from spectrain_ext.simulation import summarize
 from spectrain_ext.timelines.method_timeline import devices_under, instructions_of, simulate_method
 from spectrain_ext.timelines.timeline import draw_timeline, write_trace
@@ -60,14 +59,6 @@ _SUFFIXES = (".svg", ".png", ".json")
     default=0.0,
     help="Duration of a message to a neighbouring stage.",
 )
-@click.option(
-    "--link",
-    metavar="LINK",
-    shell_complete=completes(lambda: LINKS),
-    help="Compute the communication time from a link, in seconds, like all durations then: "
-    f"{', '.join(LINKS)}, or bytes per second in each direction. Needs --message.",
-)
-@click.option("--message", type=_TIME, help="Bytes of a message, with --link.")
 @click.option("--versions", is_flag=True, help="Write weight versions into blocks.")
 @click.option(
     "--instructions",
@@ -88,17 +79,11 @@ def timeline(
     minibatches: int,
     microbatches: int | None,
     window: Window,
-    forward: float,
-    backward: float,
-    update: float,
-    prediction: float,
-    communication: float,
-    link: str | None,
-    message: float | None,
     versions: bool,
     instructions: bool,
     stage: int,
     out: Path,
+    **durations: float,  # forward, backward, update, prediction and communication
 ) -> None:
     """Draw what each stage does when, simulated with the given durations.
 
@@ -121,21 +106,14 @@ def timeline(
             str(error).removeprefix("window: "), param_hint="'--window'"
         ) from error
     left_out = None
-    inbound = False
     try:
-        if link is not None or message is not None:
-            if link is None or message is None or communication:
-                raise ValueError(
-                    "--link and --message are given together, and instead of --communication"
-                )
-            wire = find_link(link)
-            communication, inbound = wire.seconds(message), wire.inbound
         chosen = method_of(method)
         with own_failures(method):
             count = microbatches or microbatches_of(chosen, stages)
             if instructions:
-                run = chosen, stages, stage, minibatches
-                for line in instructions_of(*run, microbatches=count, window=window):
+                for line in instructions_of(
+                    chosen, stages, stage, minibatches, microbatches=count, window=window
+                ):
                     click.echo(line)
                 return
             if (blocks := 2 * stages * minibatches * count) > _MOST_BLOCKS:
@@ -150,21 +128,8 @@ def timeline(
                     f"multiple of {chunks}, got {stages}"
                 )
             devices = devices_under(chosen, stages)
-            spans = list(
-                simulate_method(
-                    chosen,
-                    stages,
-                    minibatches,
-                    microbatches=count,
-                    window=window,
-                    forward=forward,
-                    backward=backward,
-                    update=update,
-                    prediction=prediction,
-                    communication=communication,
-                    inbound=inbound,
-                )
-            )
+            run = chosen, stages, minibatches
+            spans = list(simulate_method(*run, microbatches=count, window=window, **durations))
         name = f"{chosen.name}, {stages} stages"
         if out.suffix == ".json":
             write_trace(out, spans)
@@ -174,8 +139,8 @@ def timeline(
                 spans,
                 title=name,
                 versions=versions,
-                communication=communication > 0,
-                unit="simulated time" if link is None else "simulated seconds",
+                communication=durations["communication"] > 0,
+                unit="simulated time",
                 devices=devices,
             )
     except (ValueError, ModuleNotFoundError, OSError) as error:

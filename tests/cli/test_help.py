@@ -38,7 +38,6 @@ def completed(command: str, *words: str) -> list[tuple[str, str]]:
     [
         ("timeline --method pipedream", [n for n in methods() if n.startswith("pipedream")]),
         ("timeline -m 1f", ["1f1b"]),
-        ("timeline --link pci", ["pcie3", "pcie4"]),
         ("timeline --window ", ["classic", "wide"]),
         ("plan --link pcie3,nv", ["pcie3,nvlink"]),
         ("plan --method gpipe,spectrain-st", ["gpipe,spectrain-stash"]),

@@ -106,16 +106,6 @@ def test_the_command_with_everything(tmp_path):
     assert max(ends) == pytest.approx(1000 * summarize(spans).makespan)
 
 
-def test_the_command_with_a_link(tmp_path):
-    picture = tmp_path / "t.svg"
-    link, sizes = ["--link", "wan200", "--message", "2.5e6"], ["--stages", 3, "--minibatches", 2]
-    output = succeeds("--method", "1f1b", *sizes, "--microbatches", 4, *link, "-o", picture)
-    slow = {"communication": 0.15, "inbound": True}
-    spans = list(simulate_method("1f1b", 3, 2, microbatches=4, **slow))
-    assert f"1f1b, 3 stages: {summarize(spans).makespan:g} in all" in output
-    assert "simulated seconds" in picture.read_text()
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -124,10 +114,6 @@ def test_the_command_with_a_link(tmp_path):
         (["--method", "xgrad"], "at most 1"),
         (["--method", "interleaved", "--stages", "3"], "expected a multiple of 2, got 3"),
         (["--method", "sync+wpipe@4", "--stages", "5"], "expected a multiple of 2, got 5"),
-        (["--link", "wan200"], "--link and --message are given together"),
-        (["--message", "8"], "--link and --message are given together"),
-        (["--link=1e6", "--message=8", "--communication=1"], "and instead of --communication"),
-        (["--link", "isa", "--message", "8"], "link: expected pcie3"),
         (["-o", "t.gif"], "ends in .svg, .png, .json, got 't.gif'"),
         (["-o", "no/such/folder/t.svg"], "No such file or directory"),
         *(
@@ -135,7 +121,6 @@ def test_the_command_with_a_link(tmp_path):
             for out in ("t.json", "t.svg")
             for option in ("forward=1e308", "update=inf", "communication=nan", "prediction=1e101")
         ),
-        (["--link", "1e-300", "--message", "1e9"], "activation: expected a duration from 0 to"),
         (["--stages", "1000000000"], "is not in the range 1<=x<=1000"),
         (["--minibatches", 10**9], "make 8000000000 forwards and backwards, expected at most"),
         (["--microbatches", 10**9], "expected at most 1000000"),
