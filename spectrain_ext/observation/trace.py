@@ -11,7 +11,8 @@ import torch
 
 from spectrain_ext.pipeline.observer import ACTIONS, Observer
 from spectrain_ext.pipeline.passes import Handler
-from spectrain_ext.schedule import COMPUTE, Entries, Instruction, Kind, Lane, Ledger, Rules, Span
+from spectrain_ext.schedule import COMPUTE, Entries, Instruction, Kind, Ledger, Rules
+from spectrain_ext.simulation import Lane, Span
 from spectrain_ext.transport import CudaStream, Stream
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from .place import Place
 
@@ -81,42 +81,6 @@ class Instruction(NamedTuple):
         whole = self.kind is Kind.PULL or self.kind is Kind.UPDATE
         microbatch = "" if whole else f", microbatch {self.microbatch}"
         return f"{self.kind.value} of minibatch {self.minibatch}{microbatch}"
-
-
-#: A stage's computations, and its copies to either neighbour; a lane does one thing at a time.
-Lane = Literal["compute", "to next", "to previous"]
-
-
-class Span(NamedTuple):
-    """One action of a stage, from start to end.
-
-    Attributes:
-        stage: the stage.
-        lane: what is busy: ``"compute"``, ``"to next"`` or ``"to previous"``.
-        kind: a forward, backward, update or send, or a load if loads take time.
-        minibatch: the minibatch.
-        microbatch: the microbatch.
-        start: when it begins, in the unit of the durations; 0 for the first.
-        end: when it ends.
-        version: updates in the weights that it reads, or that an update has made; None for a send.
-        horizon: by how many updates these weights are predicted ahead.
-
-    Example:
-        >>> from spectrain_ext.simulation import Durations, simulate, streams
-        >>> span = next(simulate(streams("1f1b-async", [1]), Durations.of(1), minibatches=2))
-        >>> span.kind.value, span.start, span.end, span.version
-        ('forward', 0.0, 1.0, 0)
-    """
-
-    stage: int
-    lane: Lane
-    kind: Kind
-    minibatch: int
-    microbatch: int
-    start: float
-    end: float
-    version: int | None
-    horizon: int = 0
 
 
 class ScheduleError(ValueError):

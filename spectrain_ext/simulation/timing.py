@@ -6,15 +6,14 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import sub
+from typing import Literal, NamedTuple
 
 from spectrain_ext.schedule import (
     Generator,
     Instruction,
     Kind,
-    Lane,
     Place,
     Rules,
-    Span,
     find_generator,
 )
 from spectrain_ext.schedule.order import device_order, open_ledgers
@@ -147,6 +146,42 @@ def _per_stage(name: str, value: PerStage, stages: int) -> tuple[float, ...]:
                 f"{name}: expected a duration from 0 to {_LONGEST:g} for stage {k}, got {duration}"
             )
     return values
+
+
+#: A stage's computations, and its copies to either neighbour; a lane does one thing at a time.
+Lane = Literal["compute", "to next", "to previous"]
+
+
+class Span(NamedTuple):
+    """One action of a stage, from start to end.
+
+    Attributes:
+        stage: the stage.
+        lane: what is busy: ``"compute"``, ``"to next"`` or ``"to previous"``.
+        kind: a forward, backward, update or send, or a load if loads take time.
+        minibatch: the minibatch.
+        microbatch: the microbatch.
+        start: when it begins, in the unit of the durations; 0 for the first.
+        end: when it ends.
+        version: updates in the weights that it reads, or that an update has made; None for a send.
+        horizon: by how many updates these weights are predicted ahead.
+
+    Example:
+        >>> from spectrain_ext.simulation import Durations, simulate, streams
+        >>> span = next(simulate(streams("1f1b-async", [1]), Durations.of(1), minibatches=2))
+        >>> span.kind.value, span.start, span.end, span.version
+        ('forward', 0.0, 1.0, 0)
+    """
+
+    stage: int
+    lane: Lane
+    kind: Kind
+    minibatch: int
+    microbatch: int
+    start: float
+    end: float
+    version: int | None
+    horizon: int = 0
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,12 @@ from spectrain_ext.schedule import (
     Entries,
     Kind,
     Ledger,
-    Span,
     bounded,
     find_generator,
     plain_steps,
     steps,
 )
-from spectrain_ext.simulation import Durations, simulate, streams
+from spectrain_ext.simulation import Durations, Span, simulate, streams
 
 _LOADS = (Kind.LOAD_FORWARD, Kind.LOAD_BACKWARD, Kind.LOAD_BACKWARD_INPUT)
 
