@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,7 @@ def imported(name: str) -> Any:
     if here not in sys.path:  # first, as for ``python -m``
         sys.path.insert(0, here)
     try:
-        value: object = importlib.import_module(module)
+        found = importlib.import_module(module)
     except Exception as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == module
         raise ValueError(
@@ -162,11 +163,9 @@ def imported(name: str) -> Any:
             else f"module {module!r} cannot be imported: {_described(error)}"
         ) from error
     try:
-        for part in attribute.split("."):
-            value = getattr(value, part)
+        return attrgetter(attribute)(found)
     except AttributeError as error:
         raise ValueError(f"module {module!r} has no {attribute!r}") from error
-    return value
 
 
 def result_of(what: str, function: Callable[[], Any]) -> Any:

@@ -1,6 +1,7 @@
 """Draws the simulated timeline of a method, or lists the instructions of a stage."""
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -83,7 +84,7 @@ def timeline(
     instructions: bool,
     stage: int,
     out: Path,
-    **durations: float,  # forward, backward, update, prediction and communication
+    **durations: Any,  # numbers: forward, backward, update, prediction and communication
 ) -> None:
     """Draw what each stage does when, simulated with the given durations.
 

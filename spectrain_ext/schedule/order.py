@@ -66,7 +66,7 @@ def device_order(
         raise ValueError(f"device_of: expected one device per stage, {n}, got {len(device_of)}")
     following = [bounded(actions[k], k, minibatches) for k in range(n)]
     heads = [next(stage, None) for stage in following]
-    # What was sent to each stage and when it arrives: gradients, activations.
+    # What was sent to each stage and when it arrives: gradients at index False, activations at True.
     inboxes: tuple[list[deque[tuple[Instruction, int]]], ...] = (
         [deque() for _ in range(n)],
         [deque() for _ in range(n)],
@@ -126,11 +126,10 @@ def device_order(
     for k, turn in enumerate(heads):
         if turn is not None:
             raise _stuck(heads, k, turn)
-    for ahead, kind in enumerate((Kind.RECEIVE_GRADIENT, Kind.RECEIVE_ACTIVATION)):
-        for k, inbox in enumerate(inboxes[ahead]):
+    for inboxes_of_kind in inboxes:
+        for k, inbox in enumerate(inboxes_of_kind):
             if inbox:
-                missing = Instruction(kind, *inbox[0][0][1:])
-                raise ScheduleError(k, missing, "missing: it has been sent")
+                raise ScheduleError(k, receive(inbox[0][0]), "missing: it has been sent")
 
 
 def _stuck(heads: Sequence[Instruction | None], k: int, waits: Instruction) -> ScheduleError:
