@@ -66,17 +66,17 @@ def device_order(
         raise ValueError(f"device_of: expected one device per stage, {n}, got {len(device_of)}")
     following = [bounded(actions[k], k, minibatches) for k in range(n)]
     heads = [next(stage, None) for stage in following]
-    # What was sent to each stage and when it arrives: gradients at index False, activations at True.
-    inboxes: tuple[list[deque[tuple[Instruction, int]]], ...] = (
+    # In each of these pairs, backwards are at index False and forwards at True.
+    inboxes: tuple[list[deque[tuple[Instruction, int]]], ...] = (  # with the time of arrival
         [deque() for _ in range(n)],
         [deque() for _ in range(n)],
     )
+    done = [0] * n, [0] * n
     sources, ends = (n - 1, 0), (0, n - 1)  # stages that receive none; that send none
     devices = 1 + max(device_of, default=-1)
     stages_of = [[k for k in range(n) if device_of[k] == d] for d in range(devices)]
     free = [0] * devices
-    done = [0] * n, [0] * n
-    went_ahead = [False] * devices
+    went_ahead = [False] * devices  # whether the last one was a forward
 
     def choice(d: int) -> tuple[float, int, int, int, int]:
         """Return when a device can begin something, and of which stage."""
