@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib.resources import files
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,7 +89,6 @@ class Candidate:
         microbatches: per minibatch.
         window: None, the method's own, or ``"wide"``.
         period: simulated seconds per minibatch with its update.
-        bound: a lower bound on the period.
         throughput: simulated samples per second.
         memory: bytes per device of each stage, counted.
         delay: the most updates between a forward and its backward, counted.
@@ -111,7 +109,6 @@ class Candidate:
     microbatches: int
     window: str | None
     period: float
-    bound: float
     throughput: float
     memory: tuple[int, ...]
     delay: int
@@ -332,7 +329,7 @@ def plan(
         search.simulated,
         search.left_out,
         search.closest[0],
-        _assumptions(layers, links, speeds, limits, cores, codec),
+        _assumptions(layers, links, speeds, cores, codec),
         speeds,
         limits,
         layers,
@@ -358,7 +355,6 @@ def _candidate(costs: Costs) -> Candidate:
         way.microbatches,
         None if way.window is None else str(way.window),
         costs.period,
-        costs.bound,
         batch / costs.period if costs.period else math.inf,
         costs.memory,
         costs.delay,
@@ -366,31 +362,18 @@ def _candidate(costs: Costs) -> Candidate:
     )
 
 
-def _in_order(values: Sequence[object]) -> str:
-    """Join the values of devices, grouping equal neighbours: "2 x 24, 80"; one if all are equal."""
-    runs = [(len([*group]), value) for value, group in groupby(values)]
-    if len(runs) == 1:
-        return f"{values[0]}"
-    return ", ".join(f"{count} x {value}" if count > 1 else f"{value}" for count, value in runs)
-
-
 def _assumptions(
     layers: Layers,
     links: tuple[Link, ...],
     speeds: tuple[float, ...] | None,
-    memory: tuple[float, ...] | None,
     cores: int | None,
     codec: object,
 ) -> tuple[str, ...]:
     where = ", ".join(f"{key} {value}" for key, value in layers.about.items())
     lines = [f"layer times are measured ({where or 'as the profile says'})"]
     if speeds is not None:
-        times = _in_order([f"{number:g}" for number in speeds])
+        times = ", ".join(f"{number:g}" for number in dict.fromkeys(speeds))
         lines.append(f"ASSUMED: devices compute {times} times as fast as that, every layer alike")
-    if memory is not None and len(set(memory)) > 1:
-        lines.append(f"devices have {_in_order([f'{size / 1e9:.4g}' for size in memory])} GB")
-    if len(links) > 1:
-        lines.append(f"links from device to device: {_in_order([link.name for link in links])}")
     for link in dict.fromkeys(links):
         source = "" if "measured" in link.name else ": published or given, not measured"
         lines.append(
