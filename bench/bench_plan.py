@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from bench_distributed import WIDTH, join_group, optimizer_of, spawned
-from links import measured_link
+from links import measured_link, work_of
 from rivals.machine import environment, save
 from table import table
 from torch import nn
@@ -182,7 +182,7 @@ def planned_of(
     """Return the planner's period of a configuration and the work of all its ranks."""
     way = Way(find_method(case.method), ends_of(case), case.replicas, case.microbatches)
     costs = Costs(Setting(layers, link, batch, cores), way)
-    return costs.period, costs.work
+    return costs.period, work_of(costs)
 
 
 def ratio_of(row: dict[str, Any]) -> float:

@@ -91,10 +91,18 @@ def _besides(rank: int, ranks: int, link: Link) -> float:
         if rank < cores:  # all cores are busy, as in the run
             measured = measure_layers(blocks, batch[0], repeats=9)
             way = Way(find_method("vanilla"), ends, (1,) * ranks, _MICROBATCHES)
-            planned = Costs(Setting(measured, link, _ROWS, cores), way).work
+            planned = work_of(Costs(Setting(measured, link, _ROWS, cores), way))
         dist.barrier()
         beyond.append(_used(stage, batch) - planned)
     return median(beyond) / _ends(ranks)
+
+
+def work_of(costs: Costs) -> float:
+    """Return the CPU seconds of all ranks for a minibatch, as a plan has them."""
+    d = costs.durations
+    turns = zip(d.load_forward, d.forward, d.load_backward, d.backward, strict=True)
+    shares = zip(turns, d.update, costs.places, costs.way.replicas, strict=True)
+    return sum(r * (place.microbatches * sum(turn) + update) for turn, update, place, r in shares)
 
 
 def _ends(ranks: int) -> int:

@@ -243,15 +243,6 @@ class Costs:
                 bounds.append(microbatches[k] * trip / self.places[k].window)
         return max(bounds)
 
-    @property
-    def work(self) -> float:
-        d = self.durations
-        turns = zip(d.load_forward, d.forward, d.load_backward, d.backward, strict=True)
-        shares = zip(turns, d.update, self.places, self.way.replicas, strict=True)
-        return sum(
-            r * (place.microbatches * sum(turn) + update) for turn, update, place, r in shares
-        )
-
     @cached_property
     def period(self) -> float:
         """Simulated seconds per minibatch; the bound, where the run is too short to reach it."""
