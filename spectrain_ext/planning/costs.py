@@ -9,24 +9,18 @@ from functools import cache, cached_property, lru_cache
 from itertools import accumulate, pairwise
 from operator import add
 
-import torch
-
 from spectrain_ext.codecs import Codecs, packed_bytes
 from spectrain_ext.method import (
     Method,
     Window,
     check_replicas,
     delay_under,
-    find_method,
     places_of,
     rules_at,
 )
-from spectrain_ext.optim import SGD
 from spectrain_ext.partitioning import BlockProfile, Profile
 from spectrain_ext.schedule import (
     Count,
-    Entries,
-    Kind,
     Place,
     Replicas,
     count_stage,
@@ -40,8 +34,6 @@ from spectrain_ext.simulation import (
     summarize,
 )
 from spectrain_ext.transport.message import LEAST_BYTES, MOST_BYTES, PIECES
-from spectrain_ext.weights.storage import Storage
-from spectrain_ext.weights.versions import Versions
 
 from .layers import Layers, Link
 
@@ -286,56 +278,24 @@ def _count(method: Method, entry: Place, place: Place) -> Count:
     return count_stage(method.schedule, entry, place, _rules_at(method, place), False)
 
 
-@cache
-def _unused_optimizer() -> SGD:
-    return SGD([torch.zeros(1)], lr=0.1)
-
-
-@lru_cache(maxsize=1 << 14)
-def passes_of(method: str | Method, entry: Place, place: Place) -> tuple[float, float, float]:
+def passes_of(method: Method, entry: Place, place: Place) -> tuple[float, float, float]:
     """Return the bytes read and written per float32 parameter, as means over a steady state.
 
     They are those that load the weights of a microbatch's forward and of its backward, and those of
-    a minibatch's step with the prediction that it may write, counted with the engine's own
-    ``Versions``. ``entry`` is the place of stage 0.
+    a minibatch's step. ``entry`` is the place of stage 0.
     """
-    method = find_method(method)
-    rules, microbatches = _rules_at(method, place), place.microbatches
-    generate = find_generator(method.schedule)
-    # Of a stage without parameters, whose optimizer writes predictions.
-    storage = Storage([], _unused_optimizer(), rules, master=rules.predicts)
-    storage.predicts = True
-    versions = Versions(rules, place, Entries(generate(entry)), storage, lambda: (0.1,))
-    warm = (entry.window + place.window) // microbatches + 2
-    end = warm + max(4, warm)
-    totals = {Kind.FORWARD: 0, Kind.BACKWARD: 0, Kind.UPDATE: 0}
-    following = generate(place)
-    turn = next(following)
-    while versions.version < end:
-        then = next(following)
-        kind, i, j = turn
-        counted, moved = versions.version >= warm, 0
-        if kind is Kind.UPDATE:
-            ahead = (then.minibatch, then.microbatch) if then.kind is Kind.FORWARD else None
-            update = versions.begin_update(ahead)
-            if update.kept is not None and storage.master is None:
-                storage.true = update.kept
-            moved = STEP + 8 * (update.kept is not None) + 4 * (update.room is not None)
+    rules = _rules_at(method, place)
+    older = rules.backward == "stash" or rules.forward_reads != "newest"
+    forward = backward = 0.0
+    step = STEP
+    if rules.forward_horizon or rules.lead:
+        if rules.law == "difference":
+            forward = 12.0  # reads two versions, writes the prediction
         else:
-            if kind is Kind.FORWARD:
-                wanted = versions.for_forward(i, j)
-            else:
-                wanted = versions.for_backward(i, j, kind is not Kind.BACKWARD_INPUT)
-                kind = Kind.BACKWARD  # both halves of it
-            if versions.find(wanted) is None:
-                versions.room(wanted)
-                moved = 12 if wanted.law else 8
-        if counted:
-            totals[kind] += moved
-        turn = then
-    updates = end - warm
-    return (
-        totals[Kind.FORWARD] / (updates * microbatches),
-        totals[Kind.BACKWARD] / (updates * microbatches),
-        totals[Kind.UPDATE] / updates,
-    )
+            step += 4  # writes the next forward's prediction
+    elif older and max(_count(method, entry, place).delays) > 0:
+        step += 8  # copies the version that is still needed
+    if rules.backward == "predict" and 0 < rules.backward_horizon != rules.forward_horizon:
+        backward = 12.0
+    # The first microbatch loads, the others find the weights.
+    return forward / place.microbatches, backward / place.microbatches, step
