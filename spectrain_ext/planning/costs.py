@@ -201,21 +201,18 @@ class Costs:
     @cached_property
     def bound(self) -> float:
         """A lower bound on the simulated seconds per minibatch of a long run."""
-        # Without loading weights, whose cost takes a count of the schedule.
-        stages, sent, back = self._stages, self._sent, self._sent_back
-        step = STEP * self.setting.layers.byte_seconds / _FLOAT
+        d, replicas = self.durations, self.way.replicas
+        sent, back = d.activation[:-1], d.gradient[1:]
         microbatches = [place.microbatches for place in self.places]
-        once = [stage.forward + stage.backward for stage in stages]
-        work = [
-            m * o + step * stage.parameters / stage.speed + stage.reduced
-            for m, o, stage in zip(microbatches, once, stages, strict=True)
-        ]
+        turns = zip(d.load_forward, d.forward, d.load_backward, d.backward, strict=True)
+        once = [sum(turn) for turn in turns]
+        work = [m * o + u for m, o, u in zip(microbatches, once, d.update, strict=True)]
         # The busiest wire at a stage: of one direction, or the inbound one.
         ends = [0.0, *sent], [*back, 0.0], [*sent, 0.0], [0.0, *back]
         wires = map(add, *ends[:2]) if self.setting.inbound else map(max, *ends)
         bounds = [*work, *(m * seconds for m, seconds in zip(microbatches, wires, strict=True))]
         if self.setting.cores is not None:
-            all_work = sum(stage.replicas * w for stage, w in zip(stages, work, strict=True))
+            all_work = sum(r * w for r, w in zip(replicas, work, strict=True))
             bounds.append(all_work / self.setting.cores)
         if not self.rounds:
             # The earlier stages' forwards come before a stage's first microbatch, their backwards
@@ -224,13 +221,13 @@ class Costs:
                 (o + s + b for o, s, b in zip(once[:-1], sent, back, strict=True)), initial=0.0
             )
             bounds += [
-                before + m * o + step * stages[0].parameters / stages[0].speed
+                before + m * o + d.update[0]
                 for before, m, o in zip(above, microbatches, once, strict=True)
             ]
         else:
             # A window of microbatches in the time that one takes to the last stage and back.
             trip = 0.0
-            for k in reversed(range(len(stages))):
+            for k in reversed(range(len(once))):
                 trip += once[k] + (sent[k] + back[k] if k < len(sent) else 0.0)
                 bounds.append(microbatches[k] * trip / self.places[k].window)
         return max(bounds)
@@ -285,7 +282,8 @@ def passes_of(method: Method, entry: Place, place: Place) -> tuple[float, float,
     a minibatch's step. ``entry`` is the place of stage 0.
     """
     rules = _rules_at(method, place)
-    older = rules.backward == "stash" or rules.forward_reads != "newest"
+    older = rules.forward_reads != "newest"
+    late = delay_under(method.schedule, entry if older else place) > 0
     forward = backward = 0.0
     step = STEP
     if rules.forward_horizon or rules.lead:
@@ -293,7 +291,7 @@ def passes_of(method: Method, entry: Place, place: Place) -> tuple[float, float,
             forward = 12.0  # reads two versions, writes the prediction
         else:
             step += 4  # writes the next forward's prediction
-    elif older and max(_count(method, entry, place).delays) > 0:
+    elif late and (older or rules.backward == "stash"):
         step += 8  # copies the version that is still needed
     if rules.backward == "predict" and 0 < rules.backward_horizon != rules.forward_horizon:
         backward = 12.0
