@@ -116,27 +116,10 @@ class Costs:
         check_replicas(method, [self.places], self._replicas)
         check_shared(setting.layers.profiles[1], way.ends, way.replicas)
         speeds = setting.speeds(way.replicas) or [1.0] * stages
-        ranks = [0, *accumulate(way.replicas)]  # the first of every stage
-        self._stages: list[_StageCost] = []
-        for k, (start, end) in enumerate(pairwise((0, *way.ends))):
-            stage = _StageCost(self.blocks[start:end], speeds[k], self.places[k], way.replicas[k])
-            stage.reduced = self._reduce(stage, ranks[k])
-            self._stages.append(stage)
-        pairs = []
-        for stage, a, end in zip(self._stages, ranks, ranks[2:], strict=False):
-            # The slowest link from a stage's first device to the next one's last.
-            links, size = setting.links(a, end - 1), stage.outputs
-            pairs.append((max(links, key=lambda link: link.seconds(size)), size))
-        (self._sent, forth), (self._sent_back, back) = (
-            (
-                [link.seconds(part * size) for link, size in pairs],
-                [0.0, *(link.handling(part * size) for link, size in pairs), 0.0],
-            )
-            for part in setting.packed
-        )
-        for k, stage in enumerate(self._stages):
-            stage.forward += forth[k] + forth[k + 1]
-            stage.backward += back[k] + back[k + 1]
+        self._stages = [
+            _StageCost(self.blocks[start:end], speeds[k], self.places[k], way.replicas[k])
+            for k, (start, end) in enumerate(pairwise((0, *way.ends)))
+        ]
 
     @property
     def blocks(self) -> tuple[BlockProfile, ...]:
@@ -144,23 +127,36 @@ class Costs:
 
     @cached_property
     def durations(self) -> Durations:
-        per_byte, stages = self.setting.layers.byte_seconds / _FLOAT, self._stages
-        weights = [per_byte * stage.parameters / stage.speed for stage in stages]
-        passes = (passes_of(self.way.method, self.places[0], place) for place in self.places)
-        forward, backward, update = (
-            [each * w for each, w in zip(moved, weights, strict=True)]
-            for moved in zip(*passes, strict=True)
+        setting, stages = self.setting, self._stages
+        ranks = [0, *accumulate(self.way.replicas)]  # the first of every stage
+        pairs = []
+        for stage, first, end in zip(stages, ranks, ranks[2:], strict=False):
+            # The slowest link from a stage's first device to the next one's last.
+            links, size = setting.links(first, end - 1), stage.outputs
+            pairs.append((max(links, key=lambda link: link.seconds(size)), size))
+        (sent, forth), (sent_back, back) = (
+            (
+                [link.seconds(part * size) for link, size in pairs],
+                [0.0, *(link.handling(part * size) for link, size in pairs), 0.0],
+            )
+            for part in setting.packed
         )
+        rows = []
+        for k, stage in enumerate(stages):
+            moved = passes_of(self.way.method, self.places[0], stage.place)
+            pass_seconds = setting.layers.byte_seconds / _FLOAT * stage.parameters / stage.speed
+            load_forward, load_backward, step = (each * pass_seconds for each in moved)
+            forward = stage.forward + forth[k] + forth[k + 1]
+            backward = stage.backward + back[k] + back[k + 1]
+            update = step + self._reduce(stage, ranks[k])
+            rows.append((forward, backward, load_forward, load_backward, update))
+        names = "forward", "backward", "load_forward", "load_backward", "update"
         return Durations.of(
             len(stages),
-            forward=[stage.forward for stage in stages],
-            backward=[stage.backward for stage in stages],
-            load_forward=forward,
-            load_backward=backward,
-            update=[u + stage.reduced for u, stage in zip(update, stages, strict=True)],
-            activation=[*self._sent, 0.0],
-            gradient=[0.0, *self._sent_back],
-            inbound=self.setting.inbound,
+            **dict(zip(names, zip(*rows, strict=True), strict=True)),
+            activation=[*sent, 0.0],
+            gradient=[0.0, *sent_back],
+            inbound=setting.inbound,
         )
 
     def _reduce(self, stage: _StageCost, first: int) -> float:
@@ -254,8 +250,6 @@ class Costs:
 
 
 class _StageCost:
-    reduced = 0.0  # seconds of summing gradients over replicas
-
     def __init__(
         self, blocks: tuple[BlockProfile, ...], speed: float, place: Place, replicas: int
     ) -> None:
