@@ -112,7 +112,8 @@ class Costs:
         first = self.places[0]
         #: minibatches in flight at the first stage; 0: the schedule flushes
         self.rounds = 0 if flushes(method.schedule) else -(-first.window // first.microbatches)
-        self._rules = [_rules_at(method, place) for place in self.places]
+        for place in self.places:
+            _rules_at(method, place)  # refuses places that the method does not support
         check_replicas(method, [self.places], self._replicas)
         check_shared(setting.layers.profiles[1], way.ends, way.replicas)
         speeds = setting.speeds(way.replicas) or [1.0] * stages
