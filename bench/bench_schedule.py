@@ -12,7 +12,6 @@ from spectrain_ext.simulation import (
     Durations,
     device_order,
     simulate,
-    simulate_period,
     streams,
     summarize,
     validate,
@@ -29,20 +28,16 @@ def durations(windows: Sequence[int]) -> Durations:
 #: By name: windows, minibatches, and what to do with both.
 CALLS: dict[str, tuple[Sequence[int], int, Callable[[Any, int], object]]] = {
     "generate, order": (
-        *(CLASSIC, 10_000),
+        *(CLASSIC, 1000),
         lambda w, n: deque(device_order(streams(NAME, w), range(len(w)), n), maxlen=0),
     ),
     "generate, validate and count": (
-        *(CLASSIC, 10_000),
+        *(CLASSIC, 1000),
         lambda w, n: validate(streams(NAME, w), minibatches=n, microbatches=1, windows=w),
     ),
     "simulate": (
         *(CLASSIC, 1000),
         lambda w, n: summarize(simulate(streams(NAME, w), durations(w), minibatches=n)),
-    ),
-    "simulate the period only": (
-        *(CLASSIC, 1000),
-        lambda w, n: simulate_period(streams(NAME, w), durations(w), minibatches=n),
     ),
 }
 

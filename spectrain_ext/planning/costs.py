@@ -29,7 +29,7 @@ from spectrain_ext.schedule import (
 )
 from spectrain_ext.simulation import (
     Durations,
-    simulate_period,
+    simulate,
     simulate_ranks,
     summarize,
 )
@@ -237,7 +237,7 @@ class Costs:
         if len(set(self.way.replicas)) == 1 and (cores is None or cores >= self._replicas.ranks):
             # Pipelines beside one another, on devices of their own: one stands for all.
             actions = [generate(place) for place in self.places]
-            period = simulate_period(actions, self.durations, minibatches=minibatches)
+            spans = simulate(actions, self.durations, minibatches=minibatches)
         else:
             actions = [
                 generate(self.places[self._replicas.stage_and_replica(rank)[0]])
@@ -246,8 +246,7 @@ class Costs:
             spans = simulate_ranks(
                 actions, self.durations, self._replicas, minibatches=minibatches, cores=cores
             )
-            period = summarize(spans).period
-        return max(period, self.bound)
+        return max(summarize(spans).period, self.bound)
 
 
 class _StageCost:

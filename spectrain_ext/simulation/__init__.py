@@ -3,7 +3,7 @@
 from spectrain_ext.schedule.order import check_generator, device_order, validate
 
 from .ranks import simulate_ranks
-from .timing import Durations, Lane, Span, Summary, simulate, simulate_period, streams, summarize
+from .timing import Durations, Lane, Span, Summary, simulate, streams, summarize
 
 __all__ = [
     "Durations",
@@ -13,7 +13,6 @@ __all__ = [
     "check_generator",
     "device_order",
     "simulate",
-    "simulate_period",
     "simulate_ranks",
     "streams",
     "summarize",

@@ -244,48 +244,31 @@ def simulate(
         2.0
     """
     n = len(actions)
+    if len(durations.forward) != n:
+        raise ValueError(f"durations: expected {n} stages, got {len(durations.forward)}")
     device_of = devices or range(n)
-    clock = _Clock(n, durations, device_of)
     actions, ledgers = open_ledgers(actions, rules)
+    free = [0.0] * (1 + max(device_of, default=-1))
+    takes = [takes_of(durations, k) for k in range(n)]
+    received, sent = _edges(durations, device_of)
     for k, instruction in device_order(actions, device_of, minibatches):
         kind, i, j = instruction
         version, horizon = ledgers[k].enter(instruction)
-        begun, loaded, start, end, message = clock.times(k, kind)
-        if message is not None:
-            yield Span(message[0], *SENDS[kind], i, j, *message[1:], None)
+        load, compute = takes[k][kind]
+        begun = free[device_of[k]]
+        start = loaded = begun + load
+        if arriving := received[k].get(kind):
+            sender, leaves, arrives = arriving.receive()
+            yield Span(sender, *SENDS[kind], i, j, leaves, arrives, None)
+            start = max(loaded, arrives)
+        free[device_of[k]] = end = start + compute
+        if leaving := sent[k].get(kind):
+            leaving.sent.append(end)
         if begun < loaded:
             yield Span(k, "compute", LOADS[kind], i, j, begun, loaded, version, horizon)
         yield Span(k, "compute", kind, i, j, start, end, version, horizon)
     for ledger in ledgers:
         ledger.close(minibatches)
-
-
-def simulate_period(
-    actions: Sequence[Iterable[Instruction]], durations: Durations, *, minibatches: int
-) -> float:
-    """Return the ``period`` of ``simulate`` with a device per stage, in half its time.
-
-    Args:
-        actions: per stage; finite, or endless.
-        durations: of every stage.
-        minibatches: the length of the run.
-
-    Raises:
-        ScheduleError, ValueError: as ``simulate``.
-
-    Example:
-        >>> from spectrain_ext.simulation import Durations, simulate_period, streams
-        >>> simulate_period(streams("1f1b-async", [2, 1]), Durations.of(2), minibatches=10)
-        2.0
-    """
-    n = len(actions)
-    clock = _Clock(n, durations, range(n))
-    updates: list[float] = []
-    for k, (kind, _, _) in device_order(actions, range(n), minibatches):
-        end = clock.times(k, kind)[3]
-        if k == 0 and kind is Kind.UPDATE:
-            updates.append(end)
-    return period_of(updates)
 
 
 #: The load before an instruction, if it takes time, and the message after it.
@@ -326,46 +309,25 @@ class _Edge:
         return self._sender, leaves, arrives
 
 
-#: When an instruction begins to load, has loaded, begins and ends to compute, and its message.
-_Times = tuple[float, float, float, float, tuple[int, float, float] | None]
+_StageEdges = dict[Kind, _Edge]
 
 
-class _Clock:
-    """When devices and wires are free, as instructions run in a possible order."""
-
-    def __init__(self, n: int, d: Durations, device_of: Sequence[int]) -> None:
-        if len(d.forward) != n:
-            raise ValueError(f"durations: expected {n} stages, got {len(d.forward)}")
-        self._takes = [takes_of(d, k) for k in range(n)]
-        self._device_of = device_of
-        self._free = [0.0] * (1 + max(device_of, default=-1))
-        self._received: list[dict[Kind, _Edge]] = [{} for _ in range(n)]
-        self._sent: list[dict[Kind, _Edge]] = [{} for _ in range(n)]
-        wires: defaultdict[object, list[float]] = defaultdict(lambda: [0.0])
-        for k in range(n - 1):
-            for sender, to, takes, kinds in (
-                (k, k + 1, d.activation[k], (Kind.FORWARD,)),
-                # of a whole backward or its first half
-                (k + 1, k, d.gradient[k + 1], (Kind.BACKWARD, Kind.BACKWARD_INPUT)),
-            ):
-                edge = _Edge(sender, takes, wires[device_of[to] if d.inbound else (sender, to)])
-                for kind in kinds:
-                    self._received[to][kind] = self._sent[sender][kind] = edge
-
-    def times(self, k: int, kind: Kind) -> _Times:
-        """Run a stage's next instruction, which is of this kind."""
-        load, compute = self._takes[k][kind]
-        arriving, leaving = self._received[k].get(kind), self._sent[k].get(kind)
-        device, message = self._device_of[k], None
-        begun = self._free[device]
-        start = loaded = begun + load
-        if arriving is not None:
-            message = arriving.receive()
-            start = max(loaded, message[2])
-        self._free[device] = end = start + compute
-        if leaving is not None:
-            leaving.sent.append(end)
-        return begun, loaded, start, end, message
+def _edges(d: Durations, device_of: Sequence[int]) -> tuple[list[_StageEdges], list[_StageEdges]]:
+    """Return the edges over which each stage receives, and over which it sends, by instruction."""
+    n = len(d.forward)
+    received: list[_StageEdges] = [{} for _ in range(n)]
+    sent: list[_StageEdges] = [{} for _ in range(n)]
+    wires: defaultdict[object, list[float]] = defaultdict(lambda: [0.0])
+    for k in range(n - 1):
+        for sender, to, takes, kinds in (
+            (k, k + 1, d.activation[k], (Kind.FORWARD,)),
+            # of a whole backward or its first half
+            (k + 1, k, d.gradient[k + 1], (Kind.BACKWARD, Kind.BACKWARD_INPUT)),
+        ):
+            edge = _Edge(sender, takes, wires[device_of[to] if d.inbound else (sender, to)])
+            for kind in kinds:
+                received[to][kind] = sent[sender][kind] = edge
+    return received, sent
 
 
 def summarize(spans: Iterable[Span], devices: Sequence[int] | None = None) -> Summary:

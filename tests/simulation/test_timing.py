@@ -1,4 +1,4 @@
-"""Tests the simulation against hand-computed times, and its period alone against the whole."""
+"""Tests the simulation against hand-computed times and closed forms."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from spectrain_ext.schedule import Kind
-from spectrain_ext.simulation import Durations, simulate, simulate_period, streams, summarize
+from spectrain_ext.simulation import Durations, simulate, streams, summarize
 
 
 def spans_of(name, windows, minibatches, microbatches=1, **durations):
@@ -143,14 +143,6 @@ def timed(draw):
     halves = zip(durations["backward_weights"], durations["backward"], strict=True)
     durations["backward_weights"] = [min(half, whole) for half, whole in halves]
     return run, Durations.of(run.stages, **durations, inbound=draw(some.booleans()))
-
-
-@given(timed())
-def test_the_period_alone_is_that_of_the_spans(case):
-    run, durations = case
-    whole = summarize(simulate(run.streams(), durations, minibatches=run.minibatches))
-    alone = simulate_period(run.streams(), durations, minibatches=run.minibatches)
-    assert alone == whole.period
 
 
 @given(timed())
