@@ -41,8 +41,7 @@ class Finding(NamedTuple):
 
 
 @click.command(short_help="Show versions, build and devices, and list problems.")
-@click.option("--brief", is_flag=True, help="Print one line about the build and check nothing.")
-def doctor(brief: bool) -> None:
+def doctor() -> None:
     """Show versions, build and devices, and list problems with their remedies.
 
     Problems are wrong or will fail here, and make the exit status 1. Notes do not change it.
@@ -50,9 +49,6 @@ def doctor(brief: bool) -> None:
     """
     console = plain_console()
     build: BuildInfo = _C.build_info()
-    if brief:
-        click.echo(summary(build))
-        return
     _print_rows(console, "Versions", versions())
     if settings := environment():
         _print_rows(console, "Environment", settings)
@@ -88,15 +84,6 @@ def environment() -> dict[str, str]:
     return settings | {
         name: text for name, text in sorted(os.environ.items()) if name.startswith(others)
     }
-
-
-def summary(build: BuildInfo) -> str:
-    cpu = f"CPU ({_plain(build['cpu_instruction_set'])})"
-    if not build["cuda"]:
-        return f"spectrain_ext was built for {cpu} only: no CUDA compiler was found or wanted"
-    targets, why = _plain(build["cuda_architectures"]), _plain(build["cuda_architectures_why"])
-    compiler = _plain(build["cuda_compiler"])
-    return f"spectrain_ext was built for {cpu} and CUDA {compiler} ({targets}: {why})"
 
 
 def devices() -> dict[str, str]:

@@ -44,7 +44,6 @@ def completed(command: str, *words: str) -> list[tuple[str, str]]:
         ("plan --method ", list(methods())),
         ("plan --codec ", list(NAMES)),
         ("plan --device c", ["cpu", "cuda:0", "cuda:1"]),
-        ("doctor --b", ["--brief"]),
     ],
 )
 def test_values_complete(words, offered, monkeypatch):
