@@ -1,7 +1,7 @@
 """Plans how to train a model on a number of devices and prints the candidates."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,11 @@ from rich.table import Table
 from torch import nn
 
 from spectrain_ext.codecs import NAMES
+from spectrain_ext.method import Method
 from spectrain_ext.method import methods as method_names
 from spectrain_ext.planning import (
     LINKS,
     METHODS,
-    Candidate,
     Layers,
     Link,
     Plan,
@@ -57,6 +57,15 @@ def _link(
         return links[0] if len(links) == 1 else links
     except ValueError as error:
         raise click.BadParameter(str(error).removeprefix("link: ")) from error
+
+
+def _methods(
+    context: click.Context, parameter: click.Parameter, value: Sequence[str]
+) -> dict[str, Method]:
+    try:
+        return {name: method_of(name) for name in names(context, parameter, value)}
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="'--method'") from error
 
 
 @click.command(
@@ -132,7 +141,7 @@ def _link(
     multiple=True,
     metavar="NAME",
     default=[",".join(METHODS)],
-    callback=names,
+    callback=_methods,
     shell_complete=completes(method_names),
     help="Comma-separated methods. module:NAME imports your own; sync is data parallelism.",
 )
@@ -165,7 +174,7 @@ def plan_command(
     memory: float | tuple[float, ...] | None,
     speed: float | tuple[float, ...] | None,
     codec: str | None,
-    methods: Sequence[str],
+    methods: dict[str, Method],
     device: str,
     out: Path | None,
     **numbers: Any,  # batch, replicas, cores and state, as they are for plan()
@@ -197,7 +206,7 @@ def plan_command(
                 link=link,
                 memory=memory,
                 speed=speed,
-                methods=[_method(name) for name in methods],
+                methods=list(methods.values()),
                 codec=None if codec is None else NAMES[codec],
                 **numbers,
             )
@@ -222,13 +231,6 @@ def plan_command(
         console.print(f"{title}: {where}: {best.code}")
     if out is not None:
         console.print(f"st.partition(model, example_input=..., plan={str(out)!r})")
-
-
-def _method(name: str) -> Any:
-    try:
-        return method_of(name)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="'--method'") from error
 
 
 def _measured(name: str | None, device: str) -> Layers:
@@ -260,49 +262,39 @@ def _measured(name: str | None, device: str) -> Layers:
     return layers
 
 
-def _shape(candidate: Candidate) -> str:
-    counts = candidate.replicas
-    if len(set(counts)) == 1:
-        return f"{len(counts)} x {counts[0]}"
-    return f"{len(counts)}: {','.join(map(str, counts))}"
-
-
-def _updates(candidate: Candidate) -> str:
-    quality = candidate.quality
-    if quality is None:
-        return "unmeasured"
-    return "unreached" if math.isinf(quality.updates) else f"{quality.updates:.2f}"
-
-
-def _soon(candidate: Candidate) -> str:
-    soon = candidate.seconds_to_quality
-    return f"{1e3 * soon:.4g}" if math.isfinite(soon) else ""
-
-
-_COLUMNS: Mapping[str, Callable[[Candidate], str]] = {
-    "method": lambda each: each.method,
-    "stages x\nreplicas": _shape,
-    "M": lambda each: f"{each.microbatches} {each.window or ''}",
-    "ms per\nmini-\nbatch": lambda each: f"{1e3 * each.period:.4g}",
-    "mini-\nbatches\nto a loss": _updates,
-    "ms x\nmini-\nbatches": _soon,
-    "GB per\ndevice": lambda each: f"{max(each.memory) / 1e9:.3g}",
-    "delay": lambda each: str(each.delay),
-}
-
-
 def _table(planned: Plan) -> Table:
     links = ", ".join(dict.fromkeys(link.name for link in planned.links))
-    title = f"{planned.devices} devices, {planned.batch} samples a minibatch, {links}"
-    table = plain_table(title, *_COLUMNS, gap=1)
+    table = plain_table(
+        f"{planned.devices} devices, {planned.batch} samples a minibatch, {links}",
+        *("method", "stages x\nreplicas", "M", "ms per\nmini-\nbatch"),
+        *("mini-\nbatches\nto a loss", "ms x\nmini-\nbatches", "GB per\ndevice", "delay"),
+        gap=1,
+    )
     for candidate in planned.candidates:
-        table.add_row(*(printable(text(candidate)) for text in _COLUMNS.values()))
+        counts, quality, soon = candidate.replicas, candidate.quality, candidate.seconds_to_quality
+        shape = f"{len(counts)} x {counts[0]}"
+        if len(set(counts)) > 1:
+            shape = f"{len(counts)}: {','.join(map(str, counts))}"
+        updates = "unmeasured"
+        if quality is not None:
+            updates = "unreached" if math.isinf(quality.updates) else f"{quality.updates:.2f}"
+        cells = (
+            candidate.method,
+            shape,
+            f"{candidate.microbatches} {candidate.window or ''}",
+            f"{1e3 * candidate.period:.4g}",
+            updates,
+            f"{1e3 * soon:.4g}" if math.isfinite(soon) else "",
+            f"{max(candidate.memory) / 1e9:.3g}",
+            f"{candidate.delay}",
+        )
+        table.add_row(*map(printable, cells))
     return table
 
 
 def _missed(planned: Plan) -> Iterator[str]:
-    qualities = {candidate.quality: candidate.method for candidate in planned.candidates}
-    for quality, method in qualities.items():
+    pairs = dict.fromkeys((each.method, each.quality) for each in planned.candidates)
+    for method, quality in pairs:
         if quality is not None and math.isinf(quality.updates):
             gaps = dict.fromkeys(f"{100 * gap:+.1f}" for gap in (quality.low, quality.high))
             yield (
