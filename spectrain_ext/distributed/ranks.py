@@ -187,7 +187,8 @@ class Ranks(Processes):
             return None
         # All ranks use the same order, so a rank may block on its next instruction.
         ranks = [place.stage % self.replicas.ranks for place in places]
-        return device_order([schedule(place) for place in places], ranks)[self._board.rank]
+        order = device_order([schedule(place) for place in places], ranks)
+        return (at for at in order if ranks[at[0]] == self._board.rank)
 
     def begin(self, run: Run) -> None:
         for receiver in _receivers(run.wires):

@@ -32,7 +32,7 @@ class _Readings:
         """Whether the forward of a microbatch reads other weights; call it in order."""
         wanted = Instruction(Kind.FORWARD, i, j)
         for instruction in self._instructions:
-            (reading,) = self._ledger.enter((instruction,))
+            reading = self._ledger.enter(instruction)
             if instruction == wanted:
                 break
         last, self._last = self._last, reading
