@@ -37,7 +37,6 @@ from .failures import (
     WATCHING,
     Cause,
     Heartbeat,
-    Messages,
     Report,
     describe_error,
     drop_report,
@@ -45,8 +44,8 @@ from .failures import (
     is_broken_connection,
     most_silent,
     new_report,
-    part_of,
     place_of,
+    state_of,
     this_process,
     wake_stopped,
 )
@@ -75,9 +74,8 @@ class Board:
         self._threads: list[threading.Thread] = []
         self.calling_back: set[int] = set()  # gloo's collectives, which call Python when they end
         self.latest_run: Callable[[], object] = lambda: None
-        self.under_way: dict[int, tuple[str, float]] = {}  # collectives, and when they began
         self._steps: deque[tuple[tuple[object, ...], float]] = deque(maxlen=LAST)
-        self._messages: Messages = list
+        self._report: Report | None = None  # of the failure that is ``cause``
         self._error = ""  # the traceback of this rank's own exception
         self._failure = ""  # an error of this rank inside ``together``
         self._waits_for_progress = False  # whether a rank that makes progress may pass the deadline
@@ -96,10 +94,9 @@ class Board:
             outlived = store.check([key]) and store.get(key) != b""
             # a connection of its own: rendezvous of process groups block the given one
             self._store = connection(store, CONNECT_SECONDS, timeout)
-            self._report = Report(self._store, rank)
             for each in self._keys:  # reading a missing key would block
                 self._store.compare_set(each, "", "")
-            self.cause = Cause.read(self._store.compare_set(FAILED, "", ""), ranks)
+            self._store.compare_set(FAILED, "", "")
         except RuntimeError as error:
             if not is_broken_connection(error):
                 raise
@@ -121,9 +118,9 @@ class Board:
         self._wake, self._over = threading.Event(), threading.Event()
 
     @contextmanager
-    def run(self, starts: bool = False, messages: Messages = list) -> Iterator[None]:
+    def run(self, starts: bool = False) -> Iterator[None]:
         """Watch the other ranks during a run, or while a pipeline is made (``starts``)."""
-        if self.cause is not None and not starts:
+        if self.cause is not None:
             raise RuntimeError(
                 f"run: an earlier run of this pipeline has failed (rank {self.cause.rank}, "
                 f"{self.cause.reason}), and what was in flight is lost; start the processes again"
@@ -135,7 +132,6 @@ class Board:
         # The store answers nobody while a rank is still connecting to it.
         self._patience = CONNECT_SECONDS if starts else min(self.timeout, self.grace)
         self._store.set_timeout(timedelta(seconds=self._patience))
-        self._messages = messages
         try:
             self.start(WATCHING[0], self._talk)
             self.start(WATCHING[1], self._guard)
@@ -169,7 +165,6 @@ class Board:
 
     def finish(self) -> None:
         """Wait at most ``grace`` seconds until all ranks are notified and no thread is in torch."""
-        self._messages = list
         self._over.set()
         self._wake.set()
         until = monotonic() + self.grace
@@ -347,12 +342,13 @@ class Board:
 
     def _accept_cause(self, cause: Cause) -> Cause:
         if self.cause is None:
-            part = self._part()  # before this rank's own thread moves on
+            # before this rank's own thread moves on
+            state = state_of(self._steps.copy(), self.waits, self._error)
             with self.changed:
                 if self.cause is None:
-                    now = monotonic()
-                    self._must_end_by = now + self.grace
-                    self.cause = self._report.begin(cause, part, self.beats, now + self.grace / 2)
+                    self._must_end_by = monotonic() + self.grace
+                    self._report = Report(self._store, self.rank, cause, state, self.beats)
+                    self.cause = self._report.cause
                     self._wake.set()
                     self._abort()
                     wake_stopped(self.beats[cause.rank].process)
@@ -368,14 +364,6 @@ class Board:
         for abort in self.aborts:
             with suppress(RuntimeError):  # at shutdown Python starts no more threads
                 self.start("spectrain abort", partial(_tried, abort))
-
-    def _part(self) -> str:
-        steps = self._steps.copy()
-        try:
-            begun = self.under_way.copy().values()
-            return part_of(steps, self.waits, self._messages(), begun, self._error)
-        except Exception as error:  # the cause matters more
-            return part_of(steps, None, [], [], f"no more can be said: {describe_error(error)}")
 
     def _without_store(self, error: BaseException | None = None) -> Cause:
         if isinstance(error, DistNetworkError):
@@ -401,12 +389,13 @@ class Board:
     def _talk(self) -> None:
         """Exchange heartbeats until the run is over: the talking thread."""
         try:
-            while not (self._over.is_set() and self._report.ended):
+            while not (self._over.is_set() and (self._report is None or self._report.ended)):
                 self._asking = monotonic()
                 self._publish()
                 self._poll()
-                if self.cause is not None:
-                    self._report.advance(self.cause, self.beats, 3 * self.interval)
+                if self._report is not None:
+                    late = monotonic() > self._must_end_by - self.grace / 2
+                    self._report.advance(self.beats, 3 * self.interval, late)
                 self._asking = None
                 self._rest()
                 self._wake.clear()
@@ -434,14 +423,13 @@ class Board:
     def _publish(self) -> None:
         waits = None if self._failure else self.waits
         words, last = self._shared
-        knows = self.cause is not None
-        if knows:
-            self._report.post(self._part)
+        report, busy = self._report, monotonic() - self._steps[-1][1]
+        if report is not None:
+            report.post()
         self._complete = max(self._complete, self._all_have_said())
-        busy, reported = monotonic() - self._steps[-1][1], knows and self._report.reported
         _, _, *said = Heartbeat(
             *(b"", 0.0, self.action(), busy, waits and waits[:2], words, last, self._complete),
-            *(knows, reported, this_process()),
+            *(report is not None, report is not None and report.reported, this_process()),
         )
         self._store.set(self._keys[self.rank], json.dumps(said))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from time import monotonic
 
 import torch
 import torch.distributed as dist
@@ -44,8 +43,6 @@ class _Collective:
             work = begin(*tensors, group=group, async_op=True)
         assert work is not None
         self._work = work
-        nbytes = sum(each.nbytes for each in tensors if isinstance(each, Tensor))
-        board.under_way[id(self)] = f"{what}, {nbytes:,} bytes", monotonic()
         # Not work.is_completed(), which becomes true only after the future's callbacks have run.
         self._done = group is not rank_group.host  # with NCCL the stream waits
         if not self._done:
@@ -55,7 +52,6 @@ class _Collective:
     def _ended(self, _: object) -> None:
         with self._board.changed:
             self._done = True
-            self._board.under_way.pop(id(self), None)
             self._board.calling_back.discard(id(self))
             self._board.changed.notify_all()
 
@@ -65,7 +61,6 @@ class _Collective:
         self._board.wait(lambda: self._done, following, self._what)
         with self._connection_guard:
             self._work.wait()
-        self._board.under_way.pop(id(self), None)
 
 
 class _Bucket:
@@ -198,12 +193,12 @@ def weight_exchange(rank_group: RankGroup, board: Board) -> Exchange:
     def begin(message: Tensor) -> Callable[[], Sequence[Tensor]]:
         # Gather instead of sum: gloo's order of summation depends on the number of replicas.
         found = [torch.empty_like(message) for _ in rank_group.ranks]
-        under_way = _Collective(
+        gathering = _Collective(
             rank_group, board, _WEIGHTS, rank_group.device, dist.all_gather, found, message
         )
 
         def arrived() -> Sequence[Tensor]:
-            under_way.wait()
+            gathering.wait()
             return found
 
         return arrived

@@ -141,14 +141,8 @@ class RemoteReceiver(_End):
         self._receiver = receiver
         self._landed = self._thread.event()
         self._layouts: list[Layout] = []
-        self._heard = self._posted = 0
+        self._heard = 0  # messages
         self._arrived: deque[_Framed | None] = deque()  # None: the end of the run
-
-    def counts(self) -> dict[str, int]:
-        """Return message counts for a report; safe to call from any thread."""
-        heard = self._heard
-        posted, used = self._posted - heard, heard - len(self._arrived)
-        return {"received": heard, "used": used, "receives posted": posted}
 
     # The receiving thread
 
@@ -225,7 +219,6 @@ class RemoteReceiver(_End):
 
     def _post(self, slot: _Framed) -> None:
         slot.works = [self._receive(self._sent_part(slot.frame), TAG_FRAME)]
-        self._posted += 1
 
     # The rank's own thread
 
@@ -281,21 +274,15 @@ class RemoteSender(_End):
             for slot in self._ring:
                 slot.memory = packed
         self._jobs: deque[tuple[_Framed, _Pieces, bool]] | None = None
-        self._sent = self._last_bytes = self.sent_bytes = 0
+        self._sent = self.sent_bytes = 0
         self._kinds: dict[object, tuple[Layout, int, int]] = {}  # announced layouts
         self._first: Layout | None = None
-
-    def counts(self) -> dict[str, int]:
-        waiting = sum(slot.works is None for slot in self._ring.copy())
-        more = {"waiting for the device": waiting} if self.link.staged else {}
-        return {"sent": self._sent, "bytes of the last": self._last_bytes, **more}
 
     def send(
         self, message: Message, source: Buffer, *ready: Event, header: Header = NO_HEADER
     ) -> Event:
         (layout, number, nbytes), text = self._kind_of(message)
         link, copy, slot = self.link, self.stream, self._next_slot()
-        self._last_bytes = nbytes
         self.sent_bytes += message.nbytes
         for event in ready:
             copy.wait(event)

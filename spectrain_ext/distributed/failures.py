@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from math import inf
@@ -27,8 +27,6 @@ STACK_CHARACTERS = 2**15
 #: Names of the threads that watch, which reports leave out.
 WATCHING = ("spectrain board", "spectrain guard")
 
-#: Returns the message counts of each edge that begins or ends at this rank.
-Messages = Callable[[], Sequence[tuple[str, Mapping[str, int]]]]
 _NOBODYS = "no rank of this version has written: "
 
 
@@ -71,7 +69,7 @@ class Heartbeat(NamedTuple):
     words: int = 0  # number of values it has shared, see ``Board.exchange_json``
     last: Sequence[Any] = ()  # the last two of them
     complete: int = 0  # number of values that all ranks have shared, to its knowledge
-    knows: bool = False  # of a failure, and has posted its part of the report
+    knows: bool = False  # of a failure, and has posted its state for the report
     reported: bool = False  # the report is written, to its knowledge
     process: Sequence[Any] = ()  # see ``this_process``
 
@@ -194,63 +192,73 @@ def _rank_all_wait_for(beats: Sequence[Heartbeat], me: int, patience: float) -> 
 
 
 class Report:
-    """One rank's part of a failure report.
+    """One rank's part in the report of a failure.
 
-    Each rank posts its part to the store, and the rank that found the cause writes the file. Where
+    Each rank posts its state to the store, and the rank that found the cause writes the file. Where
     the store does not answer, every rank writes a file of its own.
     """
 
-    def __init__(self, store: Store, rank: int) -> None:
-        self._store, self._rank = store, rank
-        self.reported = self.ended = True  # until a report begins
-        self._own = ""
-        self._posted, self._until = False, 0.0
-        self._parts: dict[int, str | bytes] = {}
-        self._written = 0  # number of parts in the file
-
-    def begin(self, cause: Cause, own: str, beats: Sequence[Heartbeat], until: float) -> Cause:
-        """Begin a report of this cause; return the cause, with a path where it had none."""
-        self._own, self._parts, self._until = own, {self._rank: own}, until
+    def __init__(
+        self, store: Store, rank: int, cause: Cause, state: str, beats: Sequence[Heartbeat]
+    ) -> None:
+        self._store, self._rank, self._state, self._posted = store, rank, state, False
+        self._states = {rank: state}
         self.reported = self.ended = cause.found is None
+        self.cause = cause._replace(report=new_report()) if self.ended else cause
         if self.ended:
-            cause = cause._replace(report=new_report())
-            _write(self._rank, cause, self._parts, beats)
-        return cause
+            self._write(beats)
 
-    def post(self, own: Callable[[], str]) -> None:
-        """Post this rank's part once: the one made when the cause became known, if there is one."""
+    def post(self) -> None:
         if not self._posted:
-            self._store.set(f"part/{self._rank}", self._own or own())
+            self._store.set(f"state/{self._rank}", self._state)
             self._posted = True
 
-    def advance(self, cause: Cause, beats: Sequence[Heartbeat], patience: float) -> None:
-        """Write the parts that have arrived, or note that the report is complete."""
+    def advance(self, beats: Sequence[Heartbeat], patience: float, late: bool) -> None:
+        """Write the states that have arrived, or note that the report is complete."""
         if self.ended:
             return
-        late = monotonic() > self._until
+        cause = self.cause
         if cause.found == self._rank:
-            self._collect(cause, beats, patience, late)
+            new = [r for r, beat in enumerate(beats) if beat.knows and r not in self._states]
+            for r in new:
+                self._states[r] = self._store.get(f"state/{r}").decode(errors="replace")
+            awaited = any(
+                beat.text and monotonic() - beat.heard < patience
+                for r, beat in enumerate(beats)
+                if r not in self._states and not (cause.gone and r == cause.rank)
+            )
+            self.reported = late or not awaited
+            if new or self.reported:
+                self._write(beats)
         elif cause.found is not None:
             self.reported = late or beats[cause.found].reported
         # Rank 0 may host the store, so it leaves last.
         stays = any(beat.knows and not beat.reported for beat in beats[1:]) and self._rank == 0
         self.ended = late or (self.reported and not stays)
 
-    def _collect(
-        self, cause: Cause, beats: Sequence[Heartbeat], patience: float, late: bool
-    ) -> None:
-        new = [r for r, beat in enumerate(beats) if beat.knows and r not in self._parts]
-        if new:
-            self._parts |= zip(new, self._store.multi_get([f"part/{r}" for r in new]), strict=True)
-        awaited = any(
-            beat.text and monotonic() - beat.heard < patience
-            for r, beat in enumerate(beats)
-            if r not in self._parts and not (cause.gone and r == cause.rank)
-        )
-        self.reported = late or not awaited
-        if self.reported or len(self._parts) > self._written:
-            self._written = len(self._parts)
-            _write(self._rank, cause, self._parts, beats)
+    def _write(self, beats: Sequence[Heartbeat]) -> None:
+        when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        lines = [
+            f"A pipeline over {len(beats)} processes has failed.",
+            f"First cause: rank {self.cause.rank}, {self.cause.reason}",
+            f"Written by rank {self._rank} at {when}; each rank speaks of when it learnt of the "
+            "failure.",
+            "\nRanks: what they do",
+        ]
+        sections = []
+        for r, beat in enumerate(beats):
+            does = "has not been heard of"
+            if r in self._states:
+                does, _, more = self._states[r].partition("\n")
+                sections.append(f"\n{'=' * 30} rank {r}: {more}")
+            elif beat.text:
+                ago = monotonic() - beat.heard
+                does = f"does not answer; {ago:.3f} s ago it said: {beat.doing}"
+            lines.append(f"  {r}  {does}")
+        with suppress(OSError):  # the report must not hide the cause
+            Path(place_of(self.cause.report)).write_text(
+                "\n".join([*lines, *sections, ""]), "utf-8", errors="replace"
+            )
 
 
 def new_report() -> str:
@@ -274,28 +282,23 @@ def drop_report(report: str) -> None:
             os.unlink(place_of(report))
 
 
-def part_of(
+def state_of(
     steps: Sequence[tuple[tuple[object, ...], float]],
     waits: tuple[int | None, str, float] | None,
-    messages: Sequence[tuple[str, Mapping[str, int]]],
-    collectives: Iterable[tuple[str, float]],
     error: str,
 ) -> str:
-    """Return a rank's state as JSON; times are relative to now."""
+    """Return what this rank does, in a line, and then the text of its section of the report."""
     now = monotonic()
-    state = f"{_words(steps[-1][0])}, for {now - steps[-1][1]:.3f} s"
+    does = f"{_words(steps[-1][0])}, for {now - steps[-1][1]:.3f} s"
     if waits is not None:
-        state += f"; waits for {waits[1]}, for {now - waits[2]:.3f} s"
-    said = {
-        "process": f"host {socket.gethostname()}, process {os.getpid()}",
-        "state": state,
-        "messages": messages,
-        "collectives": [f"{what}, for {now - began:.3f} s" for what, began in collectives],
-        "steps": [f"{now - began:10.3f} s  {_words(what)}" for what, began in steps],
-        "error": error[-STACK_CHARACTERS:],
-        "stacks": _stacks()[:STACK_CHARACTERS],
-    }
-    return json.dumps(said)
+        does += f"; waits for {waits[1]}, for {now - waits[2]:.3f} s"
+    lines = [does, f"host {socket.gethostname()}, process {os.getpid()}"]
+    lines.append("\nlast instructions, and how long ago they began")
+    lines += [f"{now - began:10.3f} s  {_words(what)}" for what, began in steps]
+    if error:
+        lines.append(f"\nits exception\n{error[-STACK_CHARACTERS:]}")
+    lines.append(f"\nPython stacks\n{_stacks()[:STACK_CHARACTERS]}")
+    return "\n".join(lines)
 
 
 def _words(what: tuple[object, ...]) -> str:
@@ -305,76 +308,9 @@ def _words(what: tuple[object, ...]) -> str:
 def _stacks() -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
-    found = sorted(sys._current_frames().items(), key=lambda each: each[0] != main)
+    frames = sorted(sys._current_frames().items(), key=lambda each: each[0] != main)
     return "\n".join(
         f"thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame, 64))}"
-        for ident, frame in found
+        for ident, frame in frames
         if names.get(ident) not in WATCHING
     )
-
-
-def _write(
-    rank: int, cause: Cause, parts: Mapping[int, str | bytes], beats: Sequence[Heartbeat]
-) -> None:
-    """Replace the file atomically by what is known now."""
-    path = place_of(cause.report)
-    if not path:
-        return
-    with suppress(Exception):  # the report must not hide the cause
-        read: dict[int, Any] = {}
-        for r, part in sorted(parts.items()):
-            with suppress(Exception):  # a damaged part
-                said = json.loads(part)
-                list(_lines(rank, cause, {r: said}, beats))
-                read[r] = said
-        text = "\n".join([*_lines(rank, cause, read, beats), ""])
-        handle, fresh = tempfile.mkstemp(".partial", "spectrain-failure-", os.path.dirname(path))
-        try:
-            with open(handle, "w", encoding="utf-8", errors="replace") as file:
-                file.write(text)
-            os.replace(fresh, path)
-        except OSError:
-            os.unlink(fresh)
-
-
-def _lines(
-    rank: int, cause: Cause, parts: Mapping[int, Any], beats: Sequence[Heartbeat]
-) -> Iterator[str]:
-    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    yield f"A pipeline over {len(beats)} processes has failed."
-    yield f"First cause: rank {cause.rank}, {cause.reason}"
-    yield f"Written by rank {rank} at {when}; each rank speaks of when it learnt of the failure."
-    yield "\nRanks: what they do"
-    for r, beat in enumerate(beats):
-        state = "has not been heard of"
-        if r in parts:
-            state = parts[r]["state"]
-        elif beat.text:
-            ago = monotonic() - beat.heard
-            state = f"does not answer; {ago:.3f} s ago it said: {beat.doing}"
-        yield f"  {r}  {state}"
-    yield "\nMessages, as the ends of each edge have counted them since it was opened"
-    yield from _edges(parts.values()) or ["  none: no run has begun"]
-    yield "\nCollectives that have begun and not ended"
-    pending = [f"  rank {r}: {each}" for r, part in parts.items() for each in part["collectives"]]
-    yield from pending or ["  none"]
-    for r, part in parts.items():
-        yield f"\n{'=' * 30} rank {r}: {part['process']}"
-        yield "\n".join(["\nlast instructions, and how long ago they began", *part["steps"]])
-        if part["error"]:
-            yield f"\nits exception\n{part['error']}"
-        yield f"\nPython stacks\n{part['stacks']}"
-
-
-def _edges(parts: Iterable[Any]) -> list[str]:
-    ends: dict[str, dict[str, int]] = {}
-    found = [each for part in parts for each in part["messages"]]
-    for name, counts in sorted(found, key=lambda each: (each[0], "sent" not in each[1])):
-        ends.setdefault(name, {}).update(counts)
-    lines = []
-    for name, counts in ends.items():
-        line = ", ".join(f"{what} {count:,}" for what, count in counts.items())
-        if {"sent", "used"} <= counts.keys() and counts["sent"] > counts["used"]:
-            line += f"; PENDING: {counts['sent'] - counts['used']}"
-        lines.append(f"  {name}: {line}")
-    return lines

@@ -174,10 +174,7 @@ class Ranks(Processes):
     # A run.
 
     def during(self, wires: Wires) -> AbstractContextManager[None]:
-        def messages() -> list[tuple[str, dict[str, int]]]:
-            return [(end.link.name, end.counts()) for end in wires.remote.values()]
-
-        return self._board.run(messages=messages)
+        return self._board.run()
 
     def order(
         self, schedule: Generator, places: list[Place]
