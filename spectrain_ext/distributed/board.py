@@ -83,7 +83,6 @@ class Board:
         self._others = [r for r in range(ranks) if r != rank]
         self._keys = [f"beat/{r}" for r in range(ranks)]
         self._shared: tuple[int, list[object]] = 0, []  # values for all ranks: count, and last two
-        self._complete = 0  # number of values that all ranks have shared
         self.beats = [Heartbeat(b"", monotonic())] * ranks
         self._forget()
         _BOARDS.add(self)
@@ -137,10 +136,12 @@ class Board:
             self.start(WATCHING[1], self._guard)
             yield
             self.set_action(self._failure or ("starting" if starts else "ending the run"))
-            # Rank 0 may host the store: it leaves when the others know that all have finished.
-            self._share(None)
             to_do = "to start" if starts else "to end the run"
-            self._wait_for_all(lambda beat: beat.complete if self.rank == 0 else beat.words, to_do)
+            self._share(None)
+            self._wait_for_all(to_do)
+            self._share(None)
+            if self.rank == 0:  # it may host the store, so it leaves when all others have
+                self._wait_for_all(to_do)
             self.set_action("the caller's program")
         except BaseException as error:
             if not isinstance(error, RankError):
@@ -246,22 +247,22 @@ class Board:
         self.set_action(what)
         self.check()
         self._share(mine)
-        self._wait_for_all(lambda beat: beat.words)
-        words, own = self._shared[0], json.loads(json.dumps(mine))
+        self._wait_for_all()
+        shared, own = self._shared[0], json.loads(json.dumps(mine))
         return [
-            own if r == self.rank else beat.last[words - beat.words - 1]
+            own if r == self.rank else beat.last[shared - beat.shared - 1]
             for r, beat in enumerate(self.beats)
         ]
 
-    def _share(self, word: object) -> None:
-        words, last = self._shared
-        self._shared = words + 1, [*last, word][-2:]
+    def _share(self, value: object) -> None:
+        shared, last = self._shared
+        self._shared = shared + 1, [*last, value][-2:]
 
-    def _wait_for_all(self, words: Callable[[Heartbeat], int], to_do: str = "") -> None:
+    def _wait_for_all(self, to_do: str = "") -> None:
         """Wait until all others have shared as many values as this rank."""
 
         def has_come(rank: int) -> bool:
-            return words(self.beats[rank]) >= self._shared[0]
+            return self.beats[rank].shared >= self._shared[0]
 
         self._listens_since = monotonic()
         self._wake.set()
@@ -366,9 +367,12 @@ class Board:
                 self.start("spectrain abort", partial(_tried, abort))
 
     def _without_store(self, error: BaseException | None = None) -> Cause:
+        reason = "the store that it keeps does not answer"
         if isinstance(error, DistNetworkError):
-            return Cause(0, f"{self.beats[0]}: its process has ended, with the store that it kept")
-        return Cause(0, f"{self.beats[0]}: the store that it keeps does not answer")
+            reason = "its process has ended, with the store that it kept"
+        elif isinstance(error, (TypeError, ValueError)):
+            reason = f"the store has an entry that no rank of this version writes: {error}"
+        return Cause(0, f"{self.beats[0]}: {reason}")
 
     def _overdue(self) -> Cause | None:
         if held_back():  # until the instruction ends, which may never happen
@@ -422,42 +426,31 @@ class Board:
 
     def _publish(self) -> None:
         waits = None if self._failure else self.waits
-        words, last = self._shared
         report, busy = self._report, monotonic() - self._steps[-1][1]
         if report is not None:
             report.post()
-        self._complete = max(self._complete, self._all_have_said())
         _, _, *said = Heartbeat(
-            *(b"", 0.0, self.action(), busy, waits and waits[:2], words, last, self._complete),
+            *(b"", 0.0, self.action(), busy, waits and waits[:2], *self._shared),
             *(report is not None, report is not None and report.reported, this_process()),
         )
         self._store.set(self._keys[self.rank], json.dumps(said))
 
-    def _all_have_said(self) -> int:
-        return min((self._shared[0], *(self.beats[r].words for r in self._others)))
-
     def _poll(self) -> None:
         *texts, failed = self._store.multi_get([*self._keys, FAILED])
-        now = monotonic()
-        beats = [*self.beats]
-        for r, text in enumerate(texts):
-            if text != beats[r].text:
-                try:
-                    beats[r] = Heartbeat.read(text, now, self.ranks)
-                except ValueError as error:
-                    self._found = self._found or Cause(r, f"{beats[r]}: {error}")
-        before, self.beats = self.beats, beats
-        if self._all_have_said() > self._complete:
-            self._publish()
+        now, before = monotonic(), self.beats
+        self.beats = [
+            beat if text == beat.text else Heartbeat(text, now, *json.loads(text))
+            for text, beat in zip(texts, before, strict=True)
+        ]
         # after a failure, waits also end because a rank is silent
-        if self.cause or any(a.news != b.news for a, b in zip(beats, before, strict=True)):
+        if self.cause or [each.shared for each in self.beats] != [each.shared for each in before]:
             with self.changed:
                 self.changed.notify_all()
         mine = None if failed else self._found or self._overdue()
         if mine is not None:
             mine = mine._replace(found=self.rank, report=new_report())
             failed = self._store.compare_set(FAILED, "", json.dumps(mine))
-        cause = Cause.read(failed, self.ranks)
+        cause = Cause(*json.loads(failed)) if failed else None
         if mine is not None and cause != mine:
             drop_report(mine.report)
         if cause is not None and cause != mine and cause.found == self.rank:

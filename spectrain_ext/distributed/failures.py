@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -27,16 +26,6 @@ STACK_CHARACTERS = 2**15
 #: Names of the threads that watch, which reports leave out.
 WATCHING = ("spectrain board", "spectrain guard")
 
-_NOBODYS = "no rank of this version has written: "
-
-
-def _decoded(text: bytes) -> Any:
-    """Return the JSON value, or None if the text is not JSON."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
 
 class Cause(NamedTuple):
     """The rank that failed first, and why."""
@@ -47,16 +36,6 @@ class Cause(NamedTuple):
     report: str = ""  # "host:path" of the file that the finder writes
     gone: bool = False  # its connections have broken, so it sends no more heartbeats
 
-    @staticmethod
-    def read(text: bytes, ranks: int) -> Cause | None:
-        """Return the cause in an entry of the store; a damaged entry is a cause, too."""
-        match _decoded(text):
-            case [int(rank), str(reason), int() | None as found, str(report), bool(gone)] if (
-                0 <= rank < ranks and (found is None or 0 <= found < ranks)
-            ):
-                return Cause(rank, reason, found, report, gone)
-        return Cause(0, f"the store has a failure that {_NOBODYS}{text!r:.200}") if text else None
-
 
 class Heartbeat(NamedTuple):
     """A rank's last heartbeat; all after ``heard`` is sent, as a JSON list."""
@@ -66,35 +45,11 @@ class Heartbeat(NamedTuple):
     doing: str = "starting"
     busy: float = 0.0  # seconds since it began that
     waits: Sequence[Any] | None = None  # for which rank (None: all), and on which edge
-    words: int = 0  # number of values it has shared, see ``Board.exchange_json``
+    shared: int = 0  # number of values it has shared, see ``Board.exchange_json``
     last: Sequence[Any] = ()  # the last two of them
-    complete: int = 0  # number of values that all ranks have shared, to its knowledge
     knows: bool = False  # of a failure, and has posted its state for the report
     reported: bool = False  # the report is written, to its knowledge
     process: Sequence[Any] = ()  # see ``this_process``
-
-    @staticmethod
-    def read(text: bytes, heard: float, ranks: int) -> Heartbeat:
-        """Return the heartbeat in an entry of the store; ValueError if the entry is damaged."""
-        match _decoded(text):
-            case [
-                str(),
-                float(),
-                None | [int() | None, str()] as waits,
-                int(),
-                list(),
-                int(),
-                bool(),
-                bool(),
-                [str(), int(), int()],
-            ] as said if not waits or 0 <= (waits[0] or 0) < ranks:
-                return Heartbeat(text, heard, *said)
-        raise ValueError(f"the store has a heartbeat of it that {_NOBODYS}{text!r:.200}")
-
-    @property
-    def news(self) -> tuple[int, int, bool]:
-        """The fields that other ranks wait for."""
-        return self.words, self.complete, self.knows
 
     def __str__(self) -> str:
         return f"last known in {self.doing}"

@@ -9,19 +9,7 @@ from typing import Any
 
 import torch
 
-from spectrain_ext.transport.message import (
-    CONSTANTS,
-    CONTAINERS,
-    FLAT,
-    NO_HEADER,
-    TENSOR,
-    FlatMemory,
-    Form,
-    Header,
-    Layout,
-    TensorLayout,
-    places_in,
-)
+from spectrain_ext.transport.message import NO_HEADER, FlatMemory, Header, Layout, TensorLayout
 
 # A header: sequence number, kind, parts of the minibatch, value (float64), samples, number of the
 # layout, bytes of its text (0 if announced before), bytes of the body.
@@ -66,51 +54,13 @@ def encode_layout(layout: Layout) -> bytes:
         t and (t.shape, t.stride, str(t.dtype).removeprefix("torch."), t.differentiable)
         for t in layout.tensors
     ]
-    return json.dumps({"tensors": tensors, "form": layout.form}).encode()
+    return json.dumps([tensors, layout.form]).encode()
 
 
 def decode_layout(text: bytes) -> Layout:
-    """Decode a layout from ``encode_layout``; ValueError for anything else a peer sends."""
-    try:
-        read = json.loads(text)
-        tensors = tuple(None if t is None else _tensor_layout(*t) for t in read["tensors"])
-        form = _form(read["form"]) if read["form"] else FLAT
-        if form != FLAT and len([*places_in(form)]) != len(tensors):
-            raise TypeError(f"{len(tensors)} tensors have other places")
-        return Layout(tensors, form)
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise ValueError(f"not the layout of a message: {text[:200]!r} ({error})") from None
+    def tuples(read: Any) -> Any:
+        return tuple(map(tuples, read)) if isinstance(read, list) else read
 
-
-def _form(read: Any) -> Form:
-    if isinstance(read, str):
-        if read != TENSOR and not isinstance(json.loads(read), CONSTANTS):
-            raise TypeError(f"{read!r} is no constant")
-        return read
-    kind, *members = read
-    if kind == "dict":
-        names, *members = members
-        named = isinstance(names, list) and all(isinstance(name, str) for name in names)
-        if not named or len(set(names)) != len(members):
-            raise TypeError(f"{names!r} are no names of {len(members)} members")
-        return (kind, tuple(names), *map(_form, members))
-    if kind not in CONTAINERS:
-        raise TypeError(f"{kind!r} is no container")
-    return (kind, *map(_form, members))
-
-
-def _tensor_layout(
-    shape: list[int], stride: list[int], dtype: str, differentiable: bool
-) -> TensorLayout:
-    found = getattr(torch, dtype)
-    if not isinstance(found, torch.dtype):
-        raise TypeError(f"{dtype!r} is no dtype")
-    numbers = [*shape, *stride]
-    if len(shape) != len(stride) or not all(isinstance(n, int) and n >= 0 for n in numbers):
-        raise TypeError(f"shape {shape!r} and strides {stride!r} are no layout")
-    # Strides that exceed the tensor's memory would read its neighbours.
-    span = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
-    layout = TensorLayout(tuple(shape), tuple(stride), found, bool(differentiable))
-    if 0 not in shape and span * found.itemsize > layout.nbytes:
-        raise TypeError(f"strides {stride!r} reach beyond shape {shape!r}")
-    return layout
+    tensors, form = tuples(json.loads(text))
+    layouts = (t and TensorLayout(t[0], t[1], getattr(torch, t[2]), t[3]) for t in tensors)
+    return Layout(tuple(layouts), form)
