@@ -1,8 +1,8 @@
 """Sends and receives messages on an edge between two processes.
 
-A message is a frame in CPU memory: a header, and room for a body of the size that both ends have
-agreed on (at first 0). A larger body, or a new layout, follows as a separate piece. If no message
-may be larger than the first, that one sets the size, and later messages are one piece. With NCCL,
+A message is a frame in CPU memory, a header and a body. A layout other than the last message's
+follows as a piece of its own, and so does a body that is larger than all that were in use when the
+frame's receive was posted: gloo accepts a message that is shorter than its receive. With NCCL,
 bodies go from device to device.
 """
 
@@ -35,8 +35,6 @@ from .wire import (
 )
 
 _CPU = torch.device("cpu")
-#: Layouts that both ends remember before they start over.
-_KINDS = 4096
 _Pieces = list[tuple[Tensor, int]]  # tensors sent from CPU memory, with their tags
 
 
@@ -44,7 +42,7 @@ class _Framed(Slot):
     """A message's ``memory`` on the device, and its ``frame`` in CPU memory for gloo."""
 
     layout: Layout
-    nbytes: int
+    nbytes = 0  # of the body of its last message
 
     def __init__(self, name: str, copy: Stream, user: Stream, in_frame: bool) -> None:
         super().__init__(name, copy, user)
@@ -74,7 +72,8 @@ class _End:
             for q in range(depth)
         )
         self._connection_guard = ConnectionGuard(board, (self._other,), link.name)
-        self._capacity = 0  # bytes of a frame for the body
+        self._capacity = 0  # bytes of a posted frame for the body
+        self._layout = Layout(())  # of the last message
         self._error: BaseException | None = None
 
     def _start(self, name: str, work: Callable[[], None]) -> None:
@@ -110,11 +109,6 @@ class _End:
             raise ValueError(f"{name}: {error}") from error
         raise error
 
-    def _sent_part(self, frame: Frame) -> Tensor:
-        """Return the part of the frame that is sent, allocated if need be."""
-        frame.fit(self._capacity, _CPU, self._pinned)
-        return frame.whole[: HEAD + self._capacity]
-
     # Not dist.isend and dist.irecv, whose checks take longer than the call itself when a backward
     # has emptied the caches.
 
@@ -140,7 +134,6 @@ class RemoteReceiver(_End):
         super().__init__(link, device, depth, board, receiver)
         self._receiver = receiver
         self._landed = self._thread.event()
-        self._layouts: list[Layout] = []
         self._heard = 0  # messages
         self._arrived: deque[_Framed | None] = deque()  # None: the end of the run
 
@@ -148,6 +141,10 @@ class RemoteReceiver(_End):
 
     def begin(self) -> None:
         """Receive messages until the end of a run."""
+        if not self.link.evaluates:
+            for slot in self._ring:
+                if not slot.works:
+                    self._post(slot)
         self._start(self.link.name, self._listen)
 
     def _listen(self) -> None:
@@ -162,7 +159,7 @@ class RemoteReceiver(_End):
     def _take(self) -> _Framed | None:
         """Receive the next message, except a body that goes from device to device."""
         slot = self._next_slot()
-        header, number, length, nbytes = slot.frame.read(self._heard)
+        header, length, nbytes, inside = slot.frame.read(self._heard)
         self._heard += 1
         if header is None:
             self._recycle(slot)
@@ -170,20 +167,13 @@ class RemoteReceiver(_End):
         if length:
             text = torch.empty(length, dtype=torch.uint8)
             self._receive(text, TAG_LAYOUT).wait(ENDLESS)
-            self._layouts[number:] = [decode_layout(text.numpy().tobytes())]
-        layout = self._layouts[number]
-        if not layout.places()[1] <= nbytes <= (self._capacity or nbytes):
-            raise ValueError(f"the peer announced {layout} and sends {nbytes} bytes")
-        slot.header, slot.layout, slot.nbytes = header, layout, nbytes
+            self._layout = decode_layout(text.numpy().tobytes())
+        slot.header, slot.layout, slot.nbytes = header, self._layout, nbytes
         if self.link.by_host:
-            if nbytes > self._capacity:
+            if not inside:
                 slot.frame.fit(nbytes, _CPU, self._pinned)
                 self._receive(slot.frame.bytes[:nbytes], TAG_BODY).wait(ENDLESS)
-                if not self.link.dynamic:
-                    with self._board.changed:
-                        self._capacity = nbytes
-                        for waiting in self._ring:
-                            self._post(waiting)
+            self._capacity = max(self._capacity, nbytes)
             if self.link.staged:
                 self._load(slot)
         return slot
@@ -212,13 +202,14 @@ class RemoteReceiver(_End):
 
     def _recycle(self, slot: _Framed) -> None:
         with self._board.changed:
-            if self._capacity:
+            if not self.link.evaluates:
                 self._post(slot)
             self._ring.append(slot)
             self._board.changed.notify_all()
 
     def _post(self, slot: _Framed) -> None:
-        slot.works = [self._receive(self._sent_part(slot.frame), TAG_FRAME)]
+        slot.frame.fit(self._capacity, _CPU, self._pinned)
+        slot.works = [self._receive(slot.frame.whole, TAG_FRAME)]
 
     # The rank's own thread
 
@@ -275,14 +266,18 @@ class RemoteSender(_End):
                 slot.memory = packed
         self._jobs: deque[tuple[_Framed, _Pieces, bool]] | None = None
         self._sent = self.sent_bytes = 0
-        self._kinds: dict[object, tuple[Layout, int, int]] = {}  # announced layouts
-        self._first: Layout | None = None
+        self._looks: object = None  # of the last message
+        self._nbytes = 0  # of its body
 
     def send(
         self, message: Message, source: Buffer, *ready: Event, header: Header = NO_HEADER
     ) -> Event:
-        (layout, number, nbytes), text = self._kind_of(message)
-        link, copy, slot = self.link, self.stream, self._next_slot()
+        link, copy, slot, text = self.link, self.stream, self._next_slot(), b""
+        looks = (*likeness(message.tensors), *message[1:])
+        if looks != self._looks:
+            self._looks, self._layout = looks, Layout.of(message)
+            self._nbytes, text = self._layout.places()[1], encode_layout(self._layout)
+        layout, nbytes = self._layout, self._nbytes
         self.sent_bytes += message.nbytes
         for event in ready:
             copy.wait(event)
@@ -306,55 +301,30 @@ class RemoteSender(_End):
             body = slot.memory.bytes[:nbytes]
             with copy.using(), self._connection_guard:
                 slot.body = dist.isend(body, link.peer, group=link.device, tag=TAG_BODY)
-        slot.frame.write(self._sent, header, number, len(text), nbytes)
-        pieces = [(slot.frame.whole[: HEAD + self._capacity], TAG_FRAME)]
+        inside = link.by_host and nbytes <= self._capacity
+        slot.frame.write(self._sent, header, len(text), nbytes, inside)
+        pieces = [(slot.frame.whole[: HEAD + (nbytes if inside else 0)], TAG_FRAME)]
         if text:
             pieces.append((torch.frombuffer(bytearray(text), dtype=torch.uint8), TAG_LAYOUT))
-        if link.by_host and nbytes > self._capacity:
+        if link.by_host and not inside:
             pieces.append((slot.frame.bytes[:nbytes], TAG_BODY))
-            if not link.dynamic:
-                self._capacity = nbytes
+        slot.nbytes = nbytes
         self._hand_over(slot, pieces)
         return slot.arrived
 
-    def _kind_of(self, message: Message) -> tuple[tuple[Layout, int, int], bytes]:
-        """Return the layout, its number and the body's bytes; and the layout's text if new."""
-        tensors, *form = message
-        looks = (*likeness(tensors), *form)
-        kind = self._kinds.get(looks)
-        if kind is not None:
-            return kind, b""
-        layout = Layout.of(message)
-        if len(self._kinds) == _KINDS:  # constants may differ in every message
-            self._kinds.clear()
-        kind = layout, len(self._kinds), self._checked_bytes(layout)
-        self._kinds[looks] = kind
-        return kind, encode_layout(layout)
-
-    def _checked_bytes(self, layout: Layout) -> int:
-        if self.link.dynamic:
-            return layout.places()[1]
-        # an empty first message comes from a stage with nothing to train
-        if self._first is None or not self._first.places()[1]:
-            self._first = layout
-        if not self._first.shrinks_to(layout):
-            raise ValueError(
-                f"{self.link.name} was opened for {self._first}, and a later message has {layout}; "
-                "with dynamic_shapes=False every message must have the first one's tensors, "
-                "smaller at most in one dimension each"
-            )
-        return self._first.places()[1]
-
     def end(self) -> None:
         slot = self._next_slot()
-        whole = self._sent_part(slot.frame)
+        slot.frame.fit(0, _CPU, self._pinned)
         slot.frame.write(self._sent, None)
-        self._hand_over(slot, [(whole, TAG_FRAME)], last=True)
+        self._hand_over(slot, [(slot.frame.whole[:HEAD], TAG_FRAME)], last=True)
 
     def _next_slot(self) -> _Framed:
         """Return the next slot; with a correct window its last message arrived long ago."""
         slot = self._ring[0]
         self._wait(slot)
+        # The receive of the next message was posted after the one in this slot had come.
+        if not self.link.evaluates:
+            self._capacity = max(self._capacity, slot.nbytes)
         return slot
 
     def _wait(self, slot: _Framed) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from spectrain_ext.pipeline.edges import TIED, Traffic
+from spectrain_ext.pipeline.edges import Traffic
 from spectrain_ext.pipeline.ties import TiedStages
 from spectrain_ext.schedule import Replicas
 from spectrain_ext.transport.streams import callers_stream
@@ -57,16 +57,20 @@ class RemoteEdge(NamedTuple):
     peer: int  # the other process's rank in the default group
     host: dist.ProcessGroup  # gloo
     device: dist.ProcessGroup  # for bodies: NCCL, or the same gloo group
-    dynamic: bool  # whether later messages may be larger than the first
     staged: bool = False  # bodies go through CPU memory, because gloo cannot reach the devices
-    # Offset of the messages' tags. Training and evaluation share a group and differ in this, as
-    # gloo holds a posted receive for training during an evaluation.
-    tags: int = 0
+    # Receives of an evaluation are posted one by one, as none may remain; those of training remain
+    # posted during an evaluation.
+    evaluates: bool = False
 
     @property
     def by_host(self) -> bool:
         """Whether bodies are sent from CPU memory."""
         return self.device is self.host
+
+    @property
+    def tags(self) -> int:
+        """The offset of the messages' tags: training and evaluation share a group."""
+        return TAGS if self.evaluates else 0
 
 
 class Links(NamedTuple):
@@ -76,10 +80,10 @@ class Links(NamedTuple):
     rank_group: RankGroup | None = None
 
     def evaluating(self) -> Links:
-        """Return links for forwards only, in the same groups, with messages of any size."""
+        """Return links for forwards only, in the same groups."""
         return Links(
             [
-                link._replace(dynamic=True, tags=link.tags + TAGS)
+                link._replace(evaluates=True)
                 for link in self.edges
                 if link.what is not Traffic.TIED_GRADIENTS  # tied weights go once, at the start
             ]
@@ -123,7 +127,6 @@ def open_links(
     group: dist.ProcessGroup | None,
     device: torch.device,
     board: Board,
-    dynamic: bool,
     replicas: Replicas | None = None,
     bodies: str = "gloo",  # or "nccl", which sends them from device to device; same on all ranks
     ties: Sequence[TiedStages] = (),
@@ -161,11 +164,8 @@ def open_links(
         other = b if sender == board.rank else a
         at, peer = other if tie is None else tie, ranks[other % replicas.ranks]
         stages = replicas.stage_and_replica(a)[0], replicas.stage_and_replica(b)[0]
-        grows = dynamic or what in TIED
         edges.append(
-            RemoteEdge(
-                name, what, at, stages, sender, receiver, peer, two.host, two.device, grows, staged
-            )
+            RemoteEdge(name, what, at, stages, sender, receiver, peer, two.host, two.device, staged)
         )
 
     for a, b in replicas.edges():

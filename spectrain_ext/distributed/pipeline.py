@@ -64,7 +64,6 @@ class DistributedPipeline(Pipeline):
             use NCCL if every rank has its own GPU, else gloo through CPU memory.
         timeout: seconds that a rank waits for another before all raise ``RankError``; at least 15
             while the pipeline is made.
-        dynamic_shapes: allow messages larger than the first; smaller ones are always allowed.
 
     Attributes:
         rank: this process's rank in the group.
@@ -110,7 +109,6 @@ class DistributedPipeline(Pipeline):
         master_dtype: torch.dtype | None = None,
         recompute: Recompute = False,
         timeout: float = 300.0,
-        dynamic_shapes: bool = False,
         split_dim: SplitDim = 0,
         count: Callable[[Any], float | Tensor] | None = None,
         passes: Sequence[Pass] = (),
@@ -148,11 +146,7 @@ class DistributedPipeline(Pipeline):
                         "loss_fn return a pair (sum, count)"
                     )
                 clip_scope = "stage"
-            settings = {
-                "dynamic_shapes": dynamic_shapes,
-                "clip_scope": clip_scope,
-                "split_dim": repr(split_dim),
-            }
+            settings = {"clip_scope": clip_scope, "split_dim": repr(split_dim)}
             self._processes = Ranks(group, board, all_replicas, own_passes, clip_norm, settings)
             self.replicas, self.replica = all_replicas.counts, self._processes.replica
             devices = None if device is None else [device] * len(modules)

@@ -118,9 +118,7 @@ class Ranks(Processes):
             optimizer = None if first.weights is None else first.weights.optimizer
             check_equal_start(board, replicas, first.module, optimizer)
         bodies = backend_of_bodies(board, first.device)
-        grows = len(of_phases) > 1 and any(each.resizes for each in self._passes)
-        dynamic = bool(self._settings["dynamic_shapes"] or grows)
-        self._links = open_links(self._group, first.device, board, dynamic, replicas, bodies, ties)
+        self._links = open_links(self._group, first.device, board, replicas, bodies, ties)
         if exchanges_norms:
             self.all_ranks()
         rank_group, weights = self._links.rank_group, first.weights

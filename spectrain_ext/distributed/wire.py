@@ -11,9 +11,9 @@ import torch
 
 from spectrain_ext.transport.message import NO_HEADER, FlatMemory, Header, Layout, TensorLayout
 
-# A header: sequence number, kind, parts of the minibatch, value (float64), samples, number of the
-# layout, bytes of its text (0 if announced before), bytes of the body.
-_HEADER = Struct("=qqqdqqqq")
+# A header: sequence number, kind, parts of the minibatch, value (float64), samples, bytes of the
+# layout's text (0: the last one holds), bytes of the body, whether it follows in the same frame.
+_HEADER = Struct("=qqqdqqq?")
 _DATA, _END = 1, 2
 # Bytes of a frame before the body, a multiple of the alignment.
 HEAD = 256
@@ -33,19 +33,24 @@ class Frame(FlatMemory):
         super().__init__(HEAD)
 
     def write(
-        self, sequence: int, header: Header | None, number: int = 0, text: int = 0, nbytes: int = 0
+        self,
+        sequence: int,
+        header: Header | None,
+        text: int = 0,
+        nbytes: int = 0,
+        inside: bool = False,
     ) -> None:
         """Write the header of a message, or of the end of a run (None)."""
         kind, fields = (_END, NO_HEADER) if header is None else (_DATA, header)
-        _HEADER.pack_into(self.whole.numpy().data, 0, sequence, kind, *fields, number, text, nbytes)
+        _HEADER.pack_into(self.whole.numpy().data, 0, sequence, kind, *fields, text, nbytes, inside)
 
-    def read(self, sequence: int) -> tuple[Header | None, int, int, int]:
-        found, kind, *fields, number, text, nbytes = _HEADER.unpack_from(self.whole.numpy().data)
+    def read(self, sequence: int) -> tuple[Header | None, int, int, bool]:
+        found, kind, *fields, text, nbytes, inside = _HEADER.unpack_from(self.whole.numpy().data)
         if found != sequence or kind not in (_DATA, _END):
             raise ValueError(
                 f"expected message {sequence}, got one that says it is {found} of kind {kind}"
             )
-        return None if kind == _END else Header(*fields), number, text, nbytes
+        return None if kind == _END else Header(*fields), text, nbytes, inside
 
 
 def encode_layout(layout: Layout) -> bytes:

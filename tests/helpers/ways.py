@@ -9,9 +9,9 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from spectrain_ext.distributed import board, ends, links, ranks
+from spectrain_ext.distributed import board, links, ranks
 
-WAYS = ("direct", "staged", "apart", "few layouts")
+WAYS = ("direct", "staged", "apart")
 
 
 @contextmanager
@@ -20,7 +20,6 @@ def travelling(way: str) -> Iterator[None]:
 
     - staged: through copies in CPU memory, as between stages on one GPU.
     - apart: bodies by groups of their own, as with NCCL.
-    - few layouts: with ends that remember two layouts, and announce them anew.
     """
 
     def staged(*given: Any) -> links.Links:
@@ -37,8 +36,6 @@ def travelling(way: str) -> Iterator[None]:
         if way == "apart":
             changed.enter_context(patch.object(dist, "new_group", new_group))
             changed.enter_context(patch.object(ranks, "backend_of_bodies", lambda *_: "nccl"))
-        if way == "few layouts":
-            changed.enter_context(patch.object(ends, "_KINDS", 2))
         yield
 
 
