@@ -24,6 +24,7 @@ from inspect import GEN_SUSPENDED, getgeneratorstate
 from math import inf
 from time import monotonic
 from typing import Any, NoReturn
+from uuid import uuid4
 from weakref import WeakSet
 
 from torch.distributed import DistNetworkError
@@ -37,17 +38,13 @@ from .failures import (
     WATCHING,
     Cause,
     Heartbeat,
-    Report,
     describe_error,
-    drop_report,
     find_culprit,
     is_broken_connection,
     most_silent,
-    new_report,
-    place_of,
-    state_of,
     this_process,
     wake_stopped,
+    write_report,
 )
 from .store import CONNECT_SECONDS, connection
 
@@ -75,7 +72,7 @@ class Board:
         self.calling_back: set[int] = set()  # gloo's collectives, which call Python when they end
         self.latest_run: Callable[[], object] = lambda: None
         self._steps: deque[tuple[tuple[object, ...], float]] = deque(maxlen=LAST)
-        self._report: Report | None = None  # of the failure that is ``cause``
+        self._report = ""  # the path of the report of ``cause``
         self._error = ""  # the traceback of this rank's own exception
         self._failure = ""  # an error of this rank inside ``together``
         self._waits_for_progress = False  # whether a rank that makes progress may pass the deadline
@@ -152,8 +149,8 @@ class Board:
                 cause = self._agree(mine)
                 if aborted and cause.rank != self.rank and isinstance(error, Exception):
                     self._raise(cause, None, 0.0, error)  # the abort caused this error
-                if cause.report:
-                    error.add_note(report_note(place_of(cause.report)))
+                if self._report:
+                    error.add_note(report_note(self._report))
             raise
         finally:
             self.finish()
@@ -174,23 +171,6 @@ class Board:
         with self.changed:
             self.changed.wait_for(lambda: not self.calling_back, max(0.0, until - monotonic()))
         self._threads = [thread for thread in self._threads if thread.is_alive()]
-
-    def leave(self, error: BaseException | None) -> None:
-        """Tell the other ranks, before Python ends, which error the program did not catch.
-
-        Also end a run that the program has left suspended.
-        """
-        run = self.latest_run()
-        if isinstance(run, Generator) and getgeneratorstate(run) == GEN_SUSPENDED:
-            run.throw(error or RuntimeError("the program has ended"))
-        elif error is not None and self.cause is None and self._others:
-            self._forget()
-            self._over.set()
-            self._found = Cause(self.rank, f"{self.action()}: {describe_error(error)}")
-            self._poll()
-            self._talk()
-            if self.cause is not None and not any(self.beats[r].knows for r in self._others):
-                drop_report(self.cause.report)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -318,8 +298,8 @@ class Board:
         raise self._rank_error(cause, what, waited) from error
 
     def _rank_error(self, cause: Cause, what: str | None, waited: float) -> RankError:
-        action, place = self.action(), place_of(cause.report)
-        return RankError(self.rank, action, cause.rank, cause.reason, what, waited, place)
+        action, path = self.action(), self._report
+        return RankError(self.rank, action, cause.rank, cause.reason, what, waited, path)
 
     def _agree(self, mine: Cause) -> Cause:
         """Propose a cause, and return the one that all ranks agree on."""
@@ -342,20 +322,18 @@ class Board:
         )
 
     def _accept_cause(self, cause: Cause) -> Cause:
-        if self.cause is None:
-            # before this rank's own thread moves on
-            state = state_of(self._steps.copy(), self.waits, self._error)
-            with self.changed:
-                if self.cause is None:
-                    self._must_end_by = monotonic() + self.grace
-                    self._report = Report(self._store, self.rank, cause, state, self.beats)
-                    self.cause = self._report.cause
-                    self._wake.set()
-                    self._abort()
-                    wake_stopped(self.beats[cause.rank].process)
         with self.changed:
+            if self.cause is None:
+                self._must_end_by = monotonic() + self.grace
+                beats = [*self.beats]
+                beats[self.rank] = self._beat()
+                steps = self._steps.copy()
+                self._report = write_report(cause, self.rank, beats, steps, self._error)
+                self.cause = cause
+                self._wake.set()
+                self._abort()
+                wake_stopped(self.beats[cause.rank].process)
             self.changed.notify_all()
-            assert self.cause is not None
             return self.cause
 
     def _abort(self) -> None:
@@ -393,13 +371,10 @@ class Board:
     def _talk(self) -> None:
         """Exchange heartbeats until the run is over: the talking thread."""
         try:
-            while not (self._over.is_set() and (self._report is None or self._report.ended)):
+            while not self._over.is_set():
                 self._asking = monotonic()
                 self._publish()
                 self._poll()
-                if self._report is not None:
-                    late = monotonic() > self._must_end_by - self.grace / 2
-                    self._report.advance(self.beats, 3 * self.interval, late)
                 self._asking = None
                 self._rest()
                 self._wake.clear()
@@ -424,16 +399,16 @@ class Board:
             self._asking = None
         self._wake.wait(left)
 
-    def _publish(self) -> None:
-        waits = None if self._failure else self.waits
-        report, busy = self._report, monotonic() - self._steps[-1][1]
-        if report is not None:
-            report.post()
-        _, _, *said = Heartbeat(
-            *(b"", 0.0, self.action(), busy, waits and waits[:2], *self._shared),
-            *(report is not None, report is not None and report.reported, this_process()),
+    def _beat(self) -> Heartbeat:
+        now, waits = monotonic(), None if self._failure else self.waits
+        return Heartbeat(
+            *(b"", now, self.action(), now - self._steps[-1][1], waits and waits[:2]),
+            *(*self._shared, self.cause is not None, this_process()),
         )
-        self._store.set(self._keys[self.rank], json.dumps(said))
+
+    def _publish(self) -> None:
+        _, _, *sent = self._beat()
+        self._store.set(self._keys[self.rank], json.dumps(sent))
 
     def _poll(self) -> None:
         *texts, failed = self._store.multi_get([*self._keys, FAILED])
@@ -446,17 +421,11 @@ class Board:
         if self.cause or [each.shared for each in self.beats] != [each.shared for each in before]:
             with self.changed:
                 self.changed.notify_all()
-        mine = None if failed else self._found or self._overdue()
-        if mine is not None:
-            mine = mine._replace(found=self.rank, report=new_report())
+        if not failed and (mine := self._found or self._overdue()) is not None:
+            mine = mine._replace(report=uuid4().hex)
             failed = self._store.compare_set(FAILED, "", json.dumps(mine))
-        cause = Cause(*json.loads(failed)) if failed else None
-        if mine is not None and cause != mine:
-            drop_report(mine.report)
-        if cause is not None and cause != mine and cause.found == self.rank:
-            cause = cause._replace(found=None)  # not found here: write no file under its name
-        if cause is not None and self.cause is None:
-            self._accept_cause(cause)
+        if failed and self.cause is None:
+            self._accept_cause(Cause(*json.loads(failed)))
 
     def _guard(self) -> None:
         """End the process if its own thread is stuck: the guard thread."""
@@ -490,7 +459,10 @@ def _leave_all() -> None:
     # A thread that returns from torch while Python shuts down aborts the process (up to Python
     # 3.13), and the program's exit code is lost.
     for board in list(_BOARDS):
-        with suppress(BaseException):  # nobody can catch it
-            board.leave(getattr(sys, "last_value", None))
+        run = board.latest_run()
+        if isinstance(run, Generator) and getgeneratorstate(run) == GEN_SUSPENDED:
+            error = getattr(sys, "last_value", None) or RuntimeError("the program has ended")
+            with suppress(BaseException):  # nobody can catch it
+                run.throw(error)
         with suppress(BaseException), deferred():
             board.finish()

@@ -1,4 +1,4 @@
-"""Finds which rank a wait is stuck on, and writes one text file about all ranks of a failure."""
+"""Finds which rank a wait is stuck on, and writes a report of a failure."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from math import inf
-from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
-
-from torch.distributed.distributed_c10d import Store
+from uuid import uuid4
 
 #: Instructions that a rank remembers, and characters of its stacks.
 LAST = 32
@@ -32,8 +30,7 @@ class Cause(NamedTuple):
 
     rank: int
     reason: str
-    found: int | None = None  # the rank that found it; None: each by itself, without the store
-    report: str = ""  # "host:path" of the file that the finder writes
+    report: str = ""  # the random part of the report's name
     gone: bool = False  # its connections have broken, so it sends no more heartbeats
 
 
@@ -47,8 +44,7 @@ class Heartbeat(NamedTuple):
     waits: Sequence[Any] | None = None  # for which rank (None: all), and on which edge
     shared: int = 0  # number of values it has shared, see ``Board.exchange_json``
     last: Sequence[Any] = ()  # the last two of them
-    knows: bool = False  # of a failure, and has posted its state for the report
-    reported: bool = False  # the report is written, to its knowledge
+    knows: bool = False  # of a failure
     process: Sequence[Any] = ()  # see ``this_process``
 
     def __str__(self) -> str:
@@ -84,12 +80,8 @@ def wake_stopped(process: Sequence[Any]) -> None:
     Only if the same launcher started it. A stopped process does not receive torchrun's SIGTERM, and
     SIGKILL follows only after 30 s, whatever ``--shutdown-timeout`` is (torch 2.13).
     """
-    host, launcher, _ = this_process()
-    if list(process[:2]) != [host, launcher]:
-        return
-    with suppress(OSError):  # the process has ended, or the system has no /proc
-        about = Path(f"/proc/{process[2]}/stat").read_text().rpartition(")")[2].split()
-        if about[:2] == ["T", str(launcher)]:
+    if list(process[:2]) == this_process()[:2]:
+        with suppress(OSError):  # the process has ended
             os.kill(process[2], signal.SIGCONT)
 
 
@@ -146,118 +138,40 @@ def _rank_all_wait_for(beats: Sequence[Heartbeat], me: int, patience: float) -> 
 # The report
 
 
-class Report:
-    """One rank's part in the report of a failure.
-
-    Each rank posts its state to the store, and the rank that found the cause writes the file. Where
-    the store does not answer, every rank writes a file of its own.
-    """
-
-    def __init__(
-        self, store: Store, rank: int, cause: Cause, state: str, beats: Sequence[Heartbeat]
-    ) -> None:
-        self._store, self._rank, self._state, self._posted = store, rank, state, False
-        self._states = {rank: state}
-        self.reported = self.ended = cause.found is None
-        self.cause = cause._replace(report=new_report()) if self.ended else cause
-        if self.ended:
-            self._write(beats)
-
-    def post(self) -> None:
-        if not self._posted:
-            self._store.set(f"state/{self._rank}", self._state)
-            self._posted = True
-
-    def advance(self, beats: Sequence[Heartbeat], patience: float, late: bool) -> None:
-        """Write the states that have arrived, or note that the report is complete."""
-        if self.ended:
-            return
-        cause = self.cause
-        if cause.found == self._rank:
-            new = [r for r, beat in enumerate(beats) if beat.knows and r not in self._states]
-            for r in new:
-                self._states[r] = self._store.get(f"state/{r}").decode(errors="replace")
-            awaited = any(
-                beat.text and monotonic() - beat.heard < patience
-                for r, beat in enumerate(beats)
-                if r not in self._states and not (cause.gone and r == cause.rank)
-            )
-            self.reported = late or not awaited
-            if new or self.reported:
-                self._write(beats)
-        elif cause.found is not None:
-            self.reported = late or beats[cause.found].reported
-        # Rank 0 may host the store, so it leaves last.
-        stays = any(beat.knows and not beat.reported for beat in beats[1:]) and self._rank == 0
-        self.ended = late or (self.reported and not stays)
-
-    def _write(self, beats: Sequence[Heartbeat]) -> None:
-        when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        lines = [
-            f"A pipeline over {len(beats)} processes has failed.",
-            f"First cause: rank {self.cause.rank}, {self.cause.reason}",
-            f"Written by rank {self._rank} at {when}; each rank speaks of when it learnt of the "
-            "failure.",
-            "\nRanks: what they do",
-        ]
-        sections = []
-        for r, beat in enumerate(beats):
-            does = "has not been heard of"
-            if r in self._states:
-                does, _, more = self._states[r].partition("\n")
-                sections.append(f"\n{'=' * 30} rank {r}: {more}")
-            elif beat.text:
-                ago = monotonic() - beat.heard
-                does = f"does not answer; {ago:.3f} s ago it said: {beat.doing}"
-            lines.append(f"  {r}  {does}")
-        with suppress(OSError):  # the report must not hide the cause
-            Path(place_of(self.cause.report)).write_text(
-                "\n".join([*lines, *sections, ""]), "utf-8", errors="replace"
-            )
-
-
-def new_report() -> str:
-    """Make an empty file that only this user can read; return "host:path", or "" on failure."""
-    try:
-        handle, path = tempfile.mkstemp(".txt", "spectrain-failure-")
-        os.close(handle)
-    except OSError:
-        return ""
-    return f"{socket.gethostname()}:{path}"
-
-
-def place_of(report: str) -> str:
-    """Return the report's path, without the machine's name if it is this one."""
-    return report.removeprefix(f"{socket.gethostname()}:")
-
-
-def drop_report(report: str) -> None:
-    if report:
-        with suppress(OSError):
-            os.unlink(place_of(report))
-
-
-def state_of(
-    steps: Sequence[tuple[tuple[object, ...], float]],
-    waits: tuple[int | None, str, float] | None,
+def write_report(
+    cause: Cause,
+    rank: int,
+    beats: Sequence[Heartbeat],
+    steps: Iterable[tuple[tuple[object, ...], float]],
     error: str,
 ) -> str:
-    """Return what this rank does, in a line, and then the text of its section of the report."""
-    now = monotonic()
-    does = f"{_words(steps[-1][0])}, for {now - steps[-1][1]:.3f} s"
-    if waits is not None:
-        does += f"; waits for {waits[1]}, for {now - waits[2]:.3f} s"
-    lines = [does, f"host {socket.gethostname()}, process {os.getpid()}"]
+    """Append what this rank knows to its machine's file; return the file's path, "" on failure."""
+    now, when = monotonic(), datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    where = f"process {os.getpid()} on {socket.gethostname()}, {when}"
+    lines = [f"{'=' * 30} rank {rank} of {len(beats)}: {where}"]
+    lines += [f"First cause: rank {cause.rank}, {cause.reason}", "\nRanks: what they do"]
+    for r, beat in enumerate(beats):
+        silent = now - beat.heard
+        row = f"  {r}  {beat.doing}, for {beat.busy + silent:.3f} s"
+        if beat.waits is not None:
+            row += f"; waits for {beat.waits[1]}"
+        if r != rank:
+            row += f"; heard {silent:.3f} s ago" if beat.text else "; not heard of yet"
+        lines.append(row)
     lines.append("\nlast instructions, and how long ago they began")
-    lines += [f"{now - began:10.3f} s  {_words(what)}" for what, began in steps]
+    lines += [f"{now - began:10.3f} s  {' '.join(map(str, step))}" for step, began in steps]
     if error:
         lines.append(f"\nits exception\n{error[-STACK_CHARACTERS:]}")
-    lines.append(f"\nPython stacks\n{_stacks()[:STACK_CHARACTERS]}")
-    return "\n".join(lines)
-
-
-def _words(what: tuple[object, ...]) -> str:
-    return " ".join(map(str, what))
+    lines.append(f"\nPython stacks\n{_stacks()[:STACK_CHARACTERS]}\n\n")
+    name = cause.report if cause.report.isalnum() else uuid4().hex  # may be anybody's entry
+    try:
+        path = os.path.join(tempfile.gettempdir(), f"spectrain-failure-{name}.txt")
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        with open(handle, "ab", buffering=0) as file:  # at once: other ranks append, too
+            file.write("\n".join(lines).encode(errors="replace"))
+    except OSError:
+        return ""
+    return path
 
 
 def _stacks() -> str:

@@ -68,7 +68,7 @@ def test_a_board_of_one_rank(kept, tmp_path):
 
 BEAT = {
     **{"doing": "F 1", "busy": 0.5, "waits": [0, "edge"], "shared": 0, "last": []},
-    **{"knows": False, "reported": False, "process": ["host", 1, 2]},
+    **{"knows": False, "process": ["host", 1, 2]},
 }
 
 
@@ -92,15 +92,14 @@ def test_an_entry_that_no_rank_writes_ends_the_run(kept, key, entry):
 def test_a_report_is_not_written_under_a_name_from_the_store(kept, tmp_path):
     (tmp_path / "mine").write_text("mine")
     board = Board(kept, 0, 2, timeout=5.0, grace=0.5)
-    kept.set("state/1", "F 1, for 1 s")
-    kept.set("beat/1", json.dumps([*(BEAT | {"knows": True}).values()]))
-    kept.set(FAILED, json.dumps([1, "planned", 0, str(tmp_path / "mine"), False]))
+    kept.set("beat/1", json.dumps([*BEAT.values()]))
+    kept.set(FAILED, json.dumps([1, "planned", "/../mine", False]))
     with pytest.raises(st.RankError, match="planned") as raised, board.run(starts=True):
         board.exchange_json("meeting", 1)
     assert (tmp_path / "mine").read_text() == "mine"
     text = Path(raised.value.report).read_text()
     assert "First cause: rank 1, planned" in text
-    assert "ago it said: F 1" in text
+    assert "  1  F 1, for " in text
 
 
 def wait_for_one(rank, ranks, grace, seconds):

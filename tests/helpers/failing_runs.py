@@ -120,7 +120,7 @@ def expect_one_end(ranks: Ranks, what: Trial) -> None:
         if rank == culprit and fault != "hang":
             continue
         assert f"first cause: rank {culprit}, " in end.error, told
-        written = re.findall(r"report of all ranks: ([^\s;]+)", end.error)
+        written = re.findall(r"report of this machine's ranks: ([^\s;]+)", end.error)
         assert written if "temporary" not in what else not written, told
         assert {*written} <= end.reports.keys(), told
         if fault == "exception":
