@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -125,27 +123,28 @@ def agreed_ties(
     return ties_of(member for member, _ in asked)
 
 
-def check_equal_start(
-    board: Board,
-    replicas: Replicas,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-) -> None:
-    """Raise ValueError unless the replicas of each stage have equal parameters and options."""
+def start_of(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, str]:
+    """Return what replicas must have in common when they start: weights and options."""
     # without module buffers, which belong to each replica
-    mine = {repr(name): digest_of(p) for name, p in module.named_parameters()}
+    values = {repr(name): digest_of(p) for name, p in module.named_parameters()}
     for g, group in enumerate([] if optimizer is None else optimizer.param_groups):
         for name, value in sorted(group.items()):
             if name != "params":
-                mine[f"{_OPTION}{name!r} of parameter group {g}"] = _shown(value)
-    whole = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
-    wholes = board.exchange_json("comparing weights", whole)
+                values[f"{_OPTION}{name!r} of parameter group {g}"] = _shown(value)
+    return values
+
+
+def check_equal_start(of_ranks: Sequence[Mapping[str, Any]], replicas: Replicas) -> None:
+    """Raise ValueError unless the replicas of each stage have equal parameters and options."""
     for k in range(replicas.stages):
         first, *others = replicas.ranks_of(k)
         for other in others:
-            if wholes[other] != wholes[first]:
-                found = board.exchange_json("comparing keys", mine)
-                raise ValueError(_difference(k, first, other, found[first], found[other]))
+            a, b = of_ranks[first]["start"], of_ranks[other]["start"]
+            if [*a.items()] != [*b.items()]:
+                raise ValueError(
+                    f"stage: the replicas of stage {k} must start from the same weights and "
+                    f"options; {_difference(first, other, a, b)}"
+                )
 
 
 def _shown(value: object) -> str:
@@ -154,14 +153,13 @@ def _shown(value: object) -> str:
     return f"a {type(value).__qualname__}" if " at 0x" in text else text
 
 
-def _difference(stage: int, first: int, other: int, a: dict[str, str], b: dict[str, str]) -> str:
-    where = f"stage: the replicas of stage {stage} must start from the same weights and options; "
+def _difference(first: int, other: int, a: dict[str, str], b: dict[str, str]) -> str:
     for key in [*a, *b]:
         if key not in a or key not in b:
             has, has_not = (first, other) if key in a else (other, first)
-            return f"{where}rank {has} has {key}, and rank {has_not} has not"
+            return f"rank {has} has {key}, and rank {has_not} has not"
         if a[key] != b[key] and key.startswith(_OPTION):
-            return f"{where}{key} is {a[key]} on rank {first} and {b[key]} on rank {other}"
+            return f"{key} is {a[key]} on rank {first} and {b[key]} on rank {other}"
         if a[key] != b[key]:
-            return f"{where}{key} of rank {first} is not that of rank {other}"
-    return f"{where}rank {first} and rank {other} have their parameters in another order"
+            return f"{key} of rank {first} is not that of rank {other}"
+    return f"rank {first} and rank {other} have their parameters in another order"

@@ -106,14 +106,13 @@ class ConnectionGuard:
             self._board.lost(self._peer, self._what, error)
 
 
-def backend_of_bodies(board: Board, device: torch.device) -> str:
+def backend_of_bodies(gpus: Sequence[str]) -> str:
     """Return "nccl" if every rank has its own GPU and a torch with NCCL, else "gloo"."""
-    gpus = board.exchange_json("comparing GPUs", _gpu(device))
     # NCCL refuses two ranks on one GPU.
     return "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
 
 
-def _gpu(device: torch.device) -> str:
+def gpu_of(device: torch.device) -> str:
     """Identify a GPU among those of all machines; "" if NCCL cannot use it."""
     if device.type != "cuda" or not dist.is_nccl_available():
         return ""

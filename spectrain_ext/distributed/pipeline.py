@@ -190,7 +190,7 @@ class DistributedPipeline(Pipeline):
 
         Raises:
             RankError: another rank failed or kept this one waiting too long. Every rank then ends
-                with the same first cause and the path of one report. A watchdog ends a rank that is
+                with the same first cause and the path of a report. A watchdog ends a rank that is
                 stuck: it writes to stderr and exits with code 1.
             ValueError: rank 0 has no batches, or its loader gives each process only a part of the
                 samples (the message names its sampler).
@@ -252,7 +252,7 @@ class DistributedPipeline(Pipeline):
     def together(self, what: str) -> AbstractContextManager[None]:
         """Watch the other ranks during work that all ranks do together between two runs.
 
-        If a rank fails or keeps the others waiting, all of them end with one report, as in a run.
+        If a rank fails or keeps the others waiting, all of them end as in a run.
         All ranks enter it, in the same order. Checkpoints use it.
 
         Raises:

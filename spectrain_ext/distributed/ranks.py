@@ -35,11 +35,12 @@ from .agreement import (
     check_equal_start,
     compare_settings,
     rules_to_compare,
+    start_of,
 )
 from .board import Board
 from .collectives import DistributedNorm, GradientSum, weight_exchange
 from .ends import RemoteReceiver, RemoteSender
-from .links import Links, RankGroup, backend_of_bodies, open_links, open_rank_group
+from .links import Links, RankGroup, backend_of_bodies, gpu_of, open_links, open_rank_group
 
 
 class Ranks(Processes):
@@ -79,6 +80,8 @@ class Ranks(Processes):
     ) -> Sequence[TiedStages]:
         """Compare settings with the other ranks and open links; every rank calls this."""
         board, replicas, first = self._board, self.replicas, stages[0]
+        weights = first.weights
+        optimizer = None if weights is None else weights.optimizer
         if len({stage.device for stage in stages}) > 1:
             where = ", ".join(str(stage.device) for stage in stages)
             raise ValueError(f"stage: the stages of a rank must be on one device, got {where}")
@@ -106,6 +109,8 @@ class Ranks(Processes):
                 "cut": [[s.index, cut_place(s.module)] for s in stages],
                 "hidden": hidden_use(s.weights for s in stages),
                 "trains": any(stage.weights is not None for stage in stages),
+                "start": start_of(first.module, optimizer) if replicas.dealt else {},
+                "gpu": gpu_of(first.device),
             },
         )
         check_cut(of_ranks, replicas)
@@ -114,14 +119,12 @@ class Ranks(Processes):
         check_hidden([rank["hidden"] for rank in of_ranks], firsts)
         modules = {stage.index: stage.module for stage in stages}
         ties = agreed_ties(board, replicas, modules, copies, of_ranks)
-        if replicas.dealt:
-            optimizer = None if first.weights is None else first.weights.optimizer
-            check_equal_start(board, replicas, first.module, optimizer)
-        bodies = backend_of_bodies(board, first.device)
+        check_equal_start(of_ranks, replicas)
+        bodies = backend_of_bodies([rank["gpu"] for rank in of_ranks])
         self._links = open_links(self._group, first.device, board, replicas, bodies, ties)
         if exchanges_norms:
             self.all_ranks()
-        rank_group, weights = self._links.rank_group, first.weights
+        rank_group = self._links.rank_group
         if rank_group is not None and not self.own_minibatches:
             params = [] if weights is None else weights.params
             self._total = GradientSum(

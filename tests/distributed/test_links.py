@@ -352,8 +352,5 @@ def test_what_groups_of_nccl_are_made_with(setting, channels, on_error, monkeypa
         (["a 0", "", "b 0"], "gloo"),
     ],
 )
-def test_nccl_is_for_ranks_with_a_gpu_each(gpus, expected, monkeypatch):
-    for gpu in gpus:
-        monkeypatch.setattr(links_module, "_gpu", lambda _, gpu=gpu: gpu)
-        board = SimpleNamespace(exchange_json=lambda where, mine: gpus if mine in gpus else None)
-        assert links_module.backend_of_bodies(board, CPU) == expected
+def test_nccl_is_for_ranks_with_a_gpu_each(gpus, expected):
+    assert links_module.backend_of_bodies(gpus) == expected
