@@ -96,8 +96,8 @@ class Board:
         except RuntimeError as error:
             if not is_broken_connection(error):
                 raise
-            reason, waited = self._without_store(error).reason, monotonic() - began
-            raise RankError(rank, self.action(), 0, reason, "the store", waited) from error
+            cause, waited = self._without_store(error), monotonic() - began
+            raise self._rank_error(cause, "the store", waited) from error
         if outlived:
             raise RuntimeError(
                 "the process group's store has outlived a restart, and still has what this rank "
@@ -196,9 +196,7 @@ class Board:
                 finally:
                     self.waits = None
         except RankError as report:
-            if failure is not None:
-                raise report from failure
-            raise
+            raise report from failure or report.__cause__
         if failure is not None:
             raise failure
 
@@ -228,25 +226,22 @@ class Board:
         self.check()
         self._share(mine)
         self._wait_for_all()
-        shared, own = self._shared[0], json.loads(json.dumps(mine))
-        return [
-            own if r == self.rank else beat.last[shared - beat.shared - 1]
-            for r, beat in enumerate(self.beats)
-        ]
+        shared = self._shared[0]
+        return [beat.last[shared - beat.shared - 1] for beat in self.beats]
 
     def _share(self, value: object) -> None:
         shared, last = self._shared
         self._shared = shared + 1, [*last, value][-2:]
 
     def _wait_for_all(self, to_do: str = "") -> None:
-        """Wait until all others have shared as many values as this rank."""
+        """Wait until all have shared as many values as this rank, last this one, by the store."""
 
         def has_come(rank: int) -> bool:
             return self.beats[rank].shared >= self._shared[0]
 
         self._listens_since = monotonic()
         self._wake.set()
-        for r in self._others:
+        for r in (*self._others, self.rank):
             self.wait(partial(has_come, r), r, f"rank {r} {to_do}" if to_do else None)
         self._listens_since = None
 
@@ -298,8 +293,9 @@ class Board:
         raise self._rank_error(cause, what, waited) from error
 
     def _rank_error(self, cause: Cause, what: str | None, waited: float) -> RankError:
-        action, path = self.action(), self._report
-        return RankError(self.rank, action, cause.rank, cause.reason, what, waited, path)
+        return RankError(
+            *(self.rank, self.action(), cause.rank, cause.reason, what, waited, self._report)
+        )
 
     def _agree(self, mine: Cause) -> Cause:
         """Propose a cause, and return the one that all ranks agree on."""
@@ -327,8 +323,9 @@ class Board:
                 self._must_end_by = monotonic() + self.grace
                 beats = [*self.beats]
                 beats[self.rank] = self._beat()
-                steps = self._steps.copy()
-                self._report = write_report(cause, self.rank, beats, steps, self._error)
+                self._report = write_report(
+                    cause, self.rank, beats, self._steps.copy(), self._error
+                )
                 self.cause = cause
                 self._wake.set()
                 self._abort()
