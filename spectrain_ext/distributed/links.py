@@ -25,13 +25,9 @@ from .wire import TAG_NEVER, TAGS
 #: The most multiprocessors that an NCCL message occupies at either end. A kernel occupies them
 #: until its counterpart at the other end runs, so the kernels of all edges must fit on a device
 #: together; one that cannot start blocks another device. NCCL's own choice is larger on fast links
-#: (2.30: two per NVLink), and it rounds up to a power of two. Not measured.
+#: (2.30: two per NVLink), and it rounds up to a power of two. NCCL_MAX_CTAS in the environment
+#: takes precedence. Not measured.
 CHANNELS = 4
-_BOUNDS = frozenset(
-    f"NCCL_{end}_{what}"
-    for end in ("MIN", "MAX")
-    for what in ("CTAS", "NCHANNELS", "P2P_NCHANNELS")
-)
 _ON_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _CPU = torch.device("cpu")
 _Use = Callable[[dist.ProcessGroup, torch.device], None]
@@ -269,7 +265,7 @@ def _options(timeout: timedelta, of_an_edge: bool) -> Any:
     options._timeout = timeout
     # Sums keep NCCL's own number of channels: they move a whole stage's gradients during a
     # backward, and the update waits for them.
-    if of_an_edge and not _BOUNDS & os.environ.keys():
+    if of_an_edge:
         options.config.max_ctas = CHANNELS  # also limits sends and receives
     return options
 

@@ -298,16 +298,14 @@ def options(is_high_priority_stream=False):
 
 
 @pytest.mark.parametrize(
-    ("setting", "channels", "on_error"),
+    ("setting", "on_error"),
     [
-        (None, links_module.CHANNELS, "0"),
-        ("NCCL_MAX_CTAS", None, "0"),
-        ("NCCL_MAX_P2P_NCHANNELS", None, "0"),
-        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", links_module.CHANNELS, "7"),
-        ("NCCL_ASYNC_ERROR_HANDLING", links_module.CHANNELS, None),
+        (None, "0"),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "7"),
+        ("NCCL_ASYNC_ERROR_HANDLING", None),
     ],
 )
-def test_what_groups_of_nccl_are_made_with(setting, channels, on_error, monkeypatch):
+def test_what_groups_of_nccl_are_made_with(setting, on_error, monkeypatch):
     """By themselves: a default group with a device would be split, also by other ranks."""
     made, default = {}, Default(torch.device("cuda", 0))
 
@@ -337,7 +335,7 @@ def test_what_groups_of_nccl_are_made_with(setting, channels, on_error, monkeypa
     opener.open("replicas", (0, 1, 2), links_module._sum)
     assert os.environ == before
     assert default.WORLD.bound_device_id == torch.device("cuda", 0)
-    for ranks, expected in (((0, 1), channels), ((0, 1, 2), None)):
+    for ranks, expected in (((0, 1), links_module.CHANNELS), ((0, 1, 2), None)):
         chosen, timeout, told = made[ranks]
         assert (chosen.high, chosen._timeout) == (True, timeout)
         assert (chosen.config.max_ctas, told) == (expected, on_error)
