@@ -64,7 +64,6 @@ class Board:
         self.changed = threading.Condition()  # notified when a condition of ``wait`` may hold
         self.interval = min(max(timeout / 20, 0.02), 1.0)  # seconds between two heartbeats
         self._check_interval = max(0.05, ranks / 1000)  # seconds between two checks for a failure
-        self.waits: tuple[int | None, str, float] | None = None  # peer (None: all), what, since
         self.cause: Cause | None = None
         self.aborts: list[Callable[[], None]] = []  # after a failure, to end waits for the device
         self.disconnects: list[Callable[[], None]] = []  # the same for gloo; these do not block
@@ -110,6 +109,7 @@ class Board:
         self._found: Cause | None = None  # this rank's proposal, before all agree on one
         self._listens_since: float | None = None
         self._asking: float | None = None  # when the pending store call began
+        self.waits: tuple[int | None, str, float] | None = None  # peer (None: all), what, since
         self._must_end_by = inf  # after this time the guard ends the process
         self._wake, self._over = threading.Event(), threading.Event()
 
@@ -210,15 +210,12 @@ class Board:
     @contextmanager
     def busy(self, what: str) -> Iterator[None]:
         """Mark this rank, inside ``together``, as not waiting for another."""
-        waits, self.waits = self.waits, None
-        before = self._steps[-1][0]
+        self.waits = None
         self.set_action(what)
         try:
             yield
         finally:
-            self.set_action(*before)
-            if waits is not None:
-                self.waits = *waits[:2], monotonic()
+            self.waits = None, what, monotonic()
 
     def exchange_json(self, what: str, mine: object) -> list[Any]:
         """Exchange a JSON value, within ``run(starts=True)``; return every rank's."""
@@ -305,17 +302,16 @@ class Board:
                 self._wake.set()
                 self.changed.wait_for(lambda: self.cause is not None, self._patience / 2)
             cause = self._accept_cause(self.cause or self._without_store())
-            if self.rank == 0:  # it may host the store, so it stays until the others know
-                self.changed.wait_for(lambda: self._all_know(cause), self.grace / 2)
-        return cause
 
-    def _all_know(self, cause: Cause) -> bool:
-        now = monotonic()
-        return all(
-            beat.knows or (r == cause.rank and (cause.gone or now - beat.heard > 3 * self.interval))
-            for r, beat in enumerate(self.beats)
-            if r != self.rank
-        )
+            def knows_or_is_gone(rank: int) -> bool:
+                beat, silence = self.beats[rank], 0.0 if cause.gone else 3 * self.interval
+                return beat.knows or (rank == cause.rank and monotonic() - beat.heard > silence)
+
+            if self.rank == 0:  # it may host the store, so it stays until the others know
+                self.changed.wait_for(
+                    lambda: all(map(knows_or_is_gone, self._others)), self.grace / 2
+                )
+        return cause
 
     def _accept_cause(self, cause: Cause) -> Cause:
         with self.changed:
@@ -323,9 +319,8 @@ class Board:
                 self._must_end_by = monotonic() + self.grace
                 beats = [*self.beats]
                 beats[self.rank] = self._beat()
-                self._report = write_report(
-                    cause, self.rank, beats, self._steps.copy(), self._error
-                )
+                steps = self._steps.copy()
+                self._report = write_report(cause, self.rank, beats, steps, self._error)
                 self.cause = cause
                 self._wake.set()
                 self._abort()
@@ -433,12 +428,11 @@ class Board:
                 self._accept_cause(self._without_store())
             # a rank that has shared nothing is still making its stages, and learns of it later
             if self._shared[0] and monotonic() > self._must_end_by:
-                cause, waits = self.cause or self._without_store(), self.waits
-                what, waited = (None, 0.0) if waits is None else (waits[1], monotonic() - waits[2])
-                error = self._rank_error(cause, what, waited)
+                assert self.cause is not None
+                _, what, since = self.waits or (None, None, monotonic())
+                error = self._rank_error(self.cause, what, monotonic() - since)
                 remark = f"this rank did not end by itself within {self.grace:.0f} s"
-                sys.stderr.write(f"{error}; {remark}\n")
-                sys.stderr.flush()
+                print(f"{error}; {remark}", file=sys.stderr, flush=True)
                 os._exit(1)
 
 
