@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -70,20 +70,19 @@ class RemoteEdge(NamedTuple):
 
 
 class Links(NamedTuple):
-    """The links of one rank; ``rank_group`` is its stage's replicas, None if it is the only one."""
+    """The links of one rank."""
 
     edges: Sequence[RemoteEdge]
-    rank_group: RankGroup | None = None
+    all_ranks: RankGroup  # only for CPU tensors
+    replicas: RankGroup | None  # of its stage; None if it is the only one
 
-    def evaluating(self) -> Links:
-        """Return links for forwards only, in the same groups."""
-        return Links(
-            [
-                link._replace(evaluates=True)
-                for link in self.edges
-                if link.what is not Traffic.TIED_GRADIENTS  # tied weights go once, at the start
-            ]
-        )
+    def evaluating(self) -> list[RemoteEdge]:
+        """Return edges for forwards only, in the same groups."""
+        return [
+            link._replace(evaluates=True)
+            for link in self.edges
+            if link.what is not Traffic.TIED_GRADIENTS  # tied weights go once, at the start
+        ]
 
 
 class ConnectionGuard:
@@ -122,8 +121,8 @@ def open_links(
     group: dist.ProcessGroup | None,
     device: torch.device,
     board: Board,
-    replicas: Replicas | None = None,
-    bodies: str = "gloo",  # or "nccl", which sends them from device to device; same on all ranks
+    replicas: Replicas,
+    bodies: str,  # "gloo", or "nccl", which sends from device to device; the same on all ranks
     ties: Sequence[TiedStages] = (),
 ) -> Links:
     """Make a group for each directed edge of this rank, and use each once."""
@@ -134,9 +133,9 @@ def open_links(
     # other uses it too. During training ranks could then wait in a circle for each other's first
     # uses; here the order is the same everywhere. NCCL connects per kind of operation, so an edge
     # sends a message in its direction, and replicas sum.
-    opener = _Opener(dist.get_process_group_ranks(group), board, bodies, device)
-    ranks = opener.ranks
-    replicas = Replicas((1,) * len(ranks)) if replicas is None else replicas
+    ranks = dist.get_process_group_ranks(group)
+    host = _Kind("gloo", _CPU)
+    opener = _Opener(ranks, board, (host,) if bodies == "gloo" else (host, _Kind(bodies, device)))
     staged = bodies == "gloo" and device.type == "cuda"
     edges: list[RemoteEdge] = []
 
@@ -175,24 +174,23 @@ def open_links(
         link(home, copies, Traffic.TIED_WEIGHTS, n)
         if tie.trained:
             link(copies, home, Traffic.TIED_GRADIENTS, n)
-    rank_group = None
+    of_stage = None
     for k in range(replicas.stages):
         members = replicas.ranks_of(k)
         if len(members) > 1:
-            rank_group = opener.open(f"the replicas of stage {k}", members, _sum) or rank_group
-    return Links(edges, rank_group)
-
-
-def open_rank_group(group: dist.ProcessGroup | None, board: Board) -> RankGroup:
-    """Make a gloo group of all ranks."""
-    ranks = dist.get_process_group_ranks(group)
-    made = _Opener(ranks, board, "gloo", _CPU).open("all ranks", range(len(ranks)), _sum)
-    assert made is not None
-    return made
+            of_stage = opener.open(f"the replicas of stage {k}", members, _sum) or of_stage
+    all_ranks = _Opener(ranks, board, (host,)).open("all ranks", range(len(ranks)), _sum)
+    assert all_ranks is not None
+    return Links(edges, all_ranks, of_stage)
 
 
 def _sum(made: dist.ProcessGroup, on: torch.device) -> None:
     dist.all_reduce(torch.zeros(1, device=on), group=made)
+
+
+class _Kind(NamedTuple):
+    backend: str
+    device: torch.device
 
 
 class _Opener(NamedTuple):
@@ -200,46 +198,43 @@ class _Opener(NamedTuple):
 
     ranks: list[int]
     board: Board
-    bodies: str
-    device: torch.device
+    kinds: Sequence[_Kind]  # of a group for CPU tensors, and of one for bodies if that is another
 
     def open(self, name: str, members: Sequence[int], use: _Use) -> RankGroup | None:
         """Make the groups of these ranks; None if this rank is not a member."""
-        host = self.group(name, members, "gloo", _CPU, use)
-        device = host
-        if self.bodies != "gloo":
-            device = self.group(name, members, self.bodies, self.device, use)
-        return None if host is None or device is None else RankGroup(members, host, device)
+        groups = [self._group(name, members, use, kind) for kind in self.kinds]
+        if self.board.rank not in members:
+            return None
+        return RankGroup(members, groups[0], groups[-1])
 
-    def group(
-        self, name: str, members: Sequence[int], backend: str, device: torch.device, use: _Use
-    ) -> dist.ProcessGroup | None:
-        board, chosen = self.board, [self.ranks[r] for r in members]
+    def _group(
+        self, name: str, members: Sequence[int], use: _Use, kind: _Kind
+    ) -> dist.ProcessGroup:
+        board, others = self.board, [r for r in members if r != self.board.rank]
         # Longer than the board's, because gloo's own deadline breaks the connection.
         longer = timedelta(seconds=max(4 * board.timeout, 60.0))
-        # With a bound device NCCL connects at once, and a pair needs no second communicator.
-        bound = None if backend == "gloo" else device
-        options = None if backend == "gloo" else _options(longer, use is not _sum)
-        mine, others = board.rank in members, [r for r in members if r != board.rank]
+        settings: dict[str, Any] = {}
+        if kind.backend != "gloo":
+            # With a bound device NCCL connects at once, and a pair needs no second communicator.
+            settings["device_id"] = kind.device
+            settings["pg_options"] = _options(longer, use is not _sum)
         waits_for = others[0] if len(others) == 1 else None
         board.set_action("opening", name)
-        waits = board.blocked(waits_for, name) if mine else nullcontext()
-        with waits, ConnectionGuard(board, (), name):
-            with _by_itself():
-                made = dist.new_group(
-                    chosen, timeout=longer, backend=backend, pg_options=options, device_id=bound
-                )
-            if not mine:
-                return None
-            assert isinstance(made, dist.ProcessGroup)
-            if backend == "gloo":
-                board.disconnects.append(partial(_disconnect, made))
-            else:
-                board.aborts.append(made.abort)
-            # Connect now, without a message's short deadline, and before the next group.
-            stream = callers_stream(device)
+        with board.blocked(waits_for, name), ConnectionGuard(board, (), name), _by_itself():
+            made = dist.new_group(
+                [self.ranks[r] for r in members], longer, kind.backend, **settings
+            )
+        if board.rank not in members:
+            return made
+        if kind.backend == "gloo":
+            board.disconnects.append(partial(_disconnect, made))
+        else:
+            board.aborts.append(made.abort)
+        # Connect now, without a message's short deadline, and before the next group.
+        with board.blocked(waits_for, name), ConnectionGuard(board, (), name):
+            stream = callers_stream(kind.device)
             with stream.using():
-                use(made, device)
+                use(made, kind.device)
             stream.synchronize()
         board.check()  # an abort also ends the first use
         return made

@@ -217,9 +217,7 @@ class DistributedPipeline(Pipeline):
 
     def _gather_from_ranks(self, make: Callable[[], Any], doing: str) -> list[Any]:
         with self.together(doing):
-            hosts = self._processes.all_ranks().host
-            self._board.set_action(doing)
-            with Peers(hosts, self._board.busy).attempt(doing) as found:
+            with Peers(self._processes.all_ranks.host, self._board.busy).attempt(doing) as found:
                 found.append(make())
             return found
 

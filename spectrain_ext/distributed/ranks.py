@@ -40,7 +40,7 @@ from .agreement import (
 from .board import Board
 from .collectives import DistributedNorm, GradientSum, weight_exchange
 from .ends import RemoteReceiver, RemoteSender
-from .links import Links, RankGroup, backend_of_bodies, gpu_of, open_links, open_rank_group
+from .links import Links, RankGroup, backend_of_bodies, gpu_of, open_links
 
 
 class Ranks(Processes):
@@ -48,7 +48,6 @@ class Ranks(Processes):
 
     receives_block = True
     _links: Links
-    _all_ranks: RankGroup | None = None
     _total: GradientSum | None = None  # over the stage's replicas
     _exchange: Exchange | None = None  # with the stage's other replicas
 
@@ -122,9 +121,7 @@ class Ranks(Processes):
         check_equal_start(of_ranks, replicas)
         bodies = backend_of_bodies([rank["gpu"] for rank in of_ranks])
         self._links = open_links(self._group, first.device, board, replicas, bodies, ties)
-        if exchanges_norms:
-            self.all_ranks()
-        rank_group = self._links.rank_group
+        rank_group = self._links.replicas
         if rank_group is not None and not self.own_minibatches:
             params = [] if weights is None else weights.params
             self._total = GradientSum(
@@ -134,18 +131,15 @@ class Ranks(Processes):
             self._exchange = weight_exchange(rank_group, board)
         return ties
 
+    @property
     def all_ranks(self) -> RankGroup:
-        """Return a CPU group of all ranks, which is connected on first use."""
-        if self._all_ranks is None:
-            self._all_ranks = open_rank_group(self._group, self._board)
-        return self._all_ranks
+        return self._links.all_ranks
 
     def remote_ends(
         self, stages: Mapping[int, Stage], depth: Depth, evaluates: bool
     ) -> dict[Ends, Any]:
         board, made = self._board, {}
-        links = self._links.evaluating() if evaluates else self._links
-        for link in links.edges:
+        for link in self._links.evaluating() if evaluates else self._links.edges:
             what, sends, (a, b) = link.what, link.sender == board.rank, link.stages
             stage = stages[a if sends else b]
             mine = self.replicas.runs(stage.index, self.replica)
@@ -163,7 +157,7 @@ class Ranks(Processes):
         return made
 
     def norm(self) -> DistributedNorm:
-        return DistributedNorm(self.replicas, self._board, self.all_ranks())
+        return DistributedNorm(self.replicas, self._board, self.all_ranks)
 
     def largest(self, number: float) -> float:
         return number if self._total is None else self._total.largest(number)

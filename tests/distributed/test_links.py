@@ -79,7 +79,7 @@ def opened(monkeypatch, counts, bodies):
     for rank in all_ranks:
         made, uses = itertools.count(), []
 
-        def new_group(ranks, made=made, rank=rank, backend="", **_):
+        def new_group(ranks, timeout, backend, made=made, rank=rank, **_):
             group = Group(next(made), tuple(ranks), backend)
             return group if rank in ranks else object()
 
@@ -115,8 +115,8 @@ def test_a_group_is_first_used_as_it_will_be(bodies, monkeypatch):
                     assert set(group.ranks) == {link.sender, link.receiver}
                     assert names.setdefault(group.number, link.name) == link.name
                     expected.append((use[0], group, use[1]))
-            if links.rank_group is not None:
-                for group in {links.rank_group.host, links.rank_group.device}:
+            for each in filter(None, (links.all_ranks, links.replicas)):
+                for group in {each.host, each.device}:
                     expected.append(("all_reduce", group))
             assert Counter(uses) == Counter(expected)
             order = [group.number for _, group, *_ in uses]
@@ -267,7 +267,7 @@ def free_late(rank, ranks):
     board = Board(dist.PrefixStore("test", _get_default_store()), rank, ranks, 30.0)
     with board.run(starts=True):
         pass
-    links = links_module.open_links(None, CPU, board)
+    links = links_module.open_links(None, CPU, board, Replicas((1, 1)), "gloo")
     (link,) = (link for link in links.edges if link.name == "edge 0 -> 1")
     with board.run():
         if rank == 0:
@@ -309,7 +309,7 @@ def test_what_groups_of_nccl_are_made_with(setting, on_error, monkeypatch):
     """By themselves: a default group with a device would be split, also by other ranks."""
     made, default = {}, Default(torch.device("cuda", 0))
 
-    def new_group(ranks, timeout, backend, pg_options, device_id):
+    def new_group(ranks, timeout, backend, pg_options=None, device_id=None):
         assert default.WORLD.bound_device_id is None
         assert device_id == (CPU if backend == "nccl" else None)
         told = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
@@ -330,7 +330,8 @@ def test_what_groups_of_nccl_are_made_with(setting, on_error, monkeypatch):
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     board = unwatched(0)
-    opener = links_module._Opener([0, 1, 2], board, "nccl", CPU)
+    kinds = [links_module._Kind(backend, CPU) for backend in ("gloo", "nccl")]
+    opener = links_module._Opener([0, 1, 2], board, kinds)
     opener.open("edge", (0, 1), lambda *_: None)
     opener.open("replicas", (0, 1, 2), links_module._sum)
     assert os.environ == before

@@ -26,8 +26,8 @@ def travelling(way: str) -> Iterator[None]:
         made = real(*given)
         return made._replace(edges=[link._replace(staged=True) for link in made.edges])
 
-    def new_group(*given: Any, backend: str, device_id: object, **more: Any) -> Any:
-        return group(*given, backend="gloo", **more)
+    def new_group(ranks: Any, timeout: Any, backend: str, **_: Any) -> Any:
+        return group(ranks, timeout, "gloo")
 
     real, group = links.open_links, dist.new_group
     with ExitStack() as changed:
