@@ -9,8 +9,6 @@ bodies go from device to device.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -35,7 +33,6 @@ from .wire import (
 )
 
 _CPU = torch.device("cpu")
-_Pieces = list[tuple[Tensor, int]]  # tensors sent from CPU memory, with their tags
 
 
 class _Framed(Slot):
@@ -49,12 +46,12 @@ class _Framed(Slot):
         self.frame = Frame()
         if in_frame:
             self.memory = self.frame
-        self.works: list[dist.Work] | None = []  # by gloo; None: a thread will begin them
+        self.works: list[dist.Work] = []  # by gloo
         self.body: dist.Work | None = None  # by NCCL
 
 
 class _End:
-    """An end of an edge: a ring of slots, and a thread for waits that would block the rank."""
+    """An end of an edge, with a ring of slots."""
 
     def __init__(
         self, link: RemoteEdge, device: torch.device, depth: int, board: Board, user: Stream | None
@@ -74,49 +71,6 @@ class _End:
         self._connection_guard = ConnectionGuard(board, (self._other,), link.name)
         self._capacity = 0  # bytes of a posted frame for the body
         self._layout = Layout(())  # of the last message
-        self._error: BaseException | None = None
-
-    def _start(self, name: str, work: Callable[[], None]) -> None:
-        """Run ``work`` in a thread, whose error the rank's own thread raises."""
-
-        def guarded() -> None:
-            try:
-                with callers_stream(self.target).using():  # sets the thread's current device
-                    work()
-            except BaseException as error:
-                with self._board.changed:
-                    self._error = error
-                    self._board.changed.notify_all()
-
-        self._board.start(name, guarded)
-
-    def _until(self, ready: Callable[[], object]) -> None:
-        """In a thread that holds ``changed``: wait until ``ready()``; a failure ends the thread."""
-        self._board.changed.wait_for(lambda: ready() or self._board.cause is not None)
-        if self._board.cause is not None:
-            raise ConnectionAbortedError("the run has failed")
-
-    def _wait_for_thread(self, done: Callable[[], bool]) -> None:
-        name = self.link.name
-        self._board.wait(lambda: done() or self._error is not None, self._other, name)
-        if done():
-            return
-        error = self._error
-        assert error is not None
-        if self._board.cause is not None or is_broken_connection(error):
-            self._board.lost(self._other, name, error)
-        if isinstance(error, ValueError):
-            raise ValueError(f"{name}: {error}") from error
-        raise error
-
-    # Not dist.isend and dist.irecv, whose checks take longer than the call itself when a backward
-    # has emptied the caches.
-
-    def _send(self, tensor: Tensor, tag: int) -> dist.Work:
-        return self.link.host.send([tensor], self._peer, self.link.tags + tag)
-
-    def _receive(self, tensor: Tensor, tag: int) -> dist.Work:
-        return self.link.host.recv([tensor], self._peer, self.link.tags + tag)
 
 
 class RemoteReceiver(_End):
@@ -136,6 +90,7 @@ class RemoteReceiver(_End):
         self._landed = self._thread.event()
         self._heard = 0  # messages
         self._arrived: deque[_Framed | None] = deque()  # None: the end of the run
+        self._error: BaseException | None = None  # of the thread
 
     # The receiving thread
 
@@ -145,16 +100,22 @@ class RemoteReceiver(_End):
             for slot in self._ring:
                 if not slot.works:
                     self._post(slot)
-        self._start(self.link.name, self._listen)
+        self._board.start(self.link.name, self._listen)
 
     def _listen(self) -> None:
-        while True:
-            slot = self._take()
-            with self._board.changed:
-                self._arrived.append(slot)
-                self._board.changed.notify_all()
-            if slot is None:
-                return
+        changed, ended = self._board.changed, False
+        try:
+            with callers_stream(self.target).using():  # sets the thread's current device
+                while not ended:
+                    slot = self._take()
+                    ended = slot is None
+                    with changed:
+                        self._arrived.append(slot)
+                        changed.notify_all()
+        except BaseException as error:
+            with changed:
+                self._error = error
+                changed.notify_all()
 
     def _take(self) -> _Framed | None:
         """Receive the next message, except a body that goes from device to device."""
@@ -191,12 +152,14 @@ class RemoteReceiver(_End):
         self._thread.wait(slot.arrived)  # then gloo may overwrite the frame
 
     def _next_slot(self) -> _Framed:
-        with self._board.changed:
-            self._until(lambda: self._ring)
+        board = self._board
+        with board.changed:
+            board.changed.wait_for(lambda: self._ring or board.cause is not None)
+            if board.cause is not None:
+                raise ConnectionAbortedError("the run has failed")
             slot = self._ring.popleft()
         if not slot.works:
             self._post(slot)
-        assert slot.works
         slot.works.pop().wait(ENDLESS)
         return slot
 
@@ -211,13 +174,25 @@ class RemoteReceiver(_End):
         slot.frame.fit(self._capacity, _CPU, self._pinned)
         slot.works = [self._receive(slot.frame.whole, TAG_FRAME)]
 
+    def _receive(self, tensor: Tensor, tag: int) -> dist.Work:
+        # Not dist.irecv, nor dist.isend below, whose checks take longer than the call itself when a
+        # backward has emptied the caches.
+        return self.link.host.recv([tensor], self._peer, self.link.tags + tag)
+
     # The rank's own thread
 
     def has(self, i: int = 0, j: int = 0) -> bool:
         return bool(self._arrived)
 
     def receive(self) -> Slot | None:
-        self._wait_for_thread(self.has)
+        board, name = self._board, self.link.name
+        board.wait(lambda: self.has() or self._error is not None, self._other, name)
+        if not self._arrived:
+            error = self._error
+            assert error is not None
+            if board.cause is not None or is_broken_connection(error):
+                board.lost(self._other, name, error)
+            raise error
         slot = self._arrived.popleft()
         if slot is None:
             return None
@@ -264,7 +239,6 @@ class RemoteSender(_End):
             packed = FlatMemory()  # shared by all slots: one message is staged at a time
             for slot in self._ring:
                 slot.memory = packed
-        self._jobs: deque[tuple[_Framed, _Pieces, bool]] | None = None
         self._sent = self.sent_bytes = 0
         self._looks: object = None  # of the last message
         self._nbytes = 0  # of its body
@@ -316,7 +290,7 @@ class RemoteSender(_End):
         slot = self._next_slot()
         slot.frame.fit(0, _CPU, self._pinned)
         slot.frame.write(self._sent, None)
-        self._hand_over(slot, [(slot.frame.whole[:HEAD], TAG_FRAME)], last=True)
+        self._hand_over(slot, [(slot.frame.whole[:HEAD], TAG_FRAME)])
 
     def _next_slot(self) -> _Framed:
         """Return the next slot; with a correct window its last message arrived long ago."""
@@ -328,8 +302,6 @@ class RemoteSender(_End):
         return slot
 
     def _wait(self, slot: _Framed) -> None:
-        if slot.works is None:
-            self._wait_for_thread(lambda: slot.works is not None)
         if not slot.works:
             return
         with self._board.blocked(self._other, self.link.name), self._connection_guard:
@@ -340,37 +312,17 @@ class RemoteSender(_End):
                     slot.body.wait()
         slot.works, slot.body = [], None
 
-    def _hand_over(self, slot: _Framed, pieces: _Pieces, last: bool = False) -> None:
+    def _hand_over(self, slot: _Framed, pieces: list[tuple[Tensor, int]]) -> None:
+        """Let gloo send tensors in CPU memory, with these tags."""
         self._sent += 1
         self._ring.rotate(-1)
-        if not self.link.staged:
-            with self._connection_guard:
-                slot.works = [self._send(*piece) for piece in pieces]
-            return
-        # A thread waits for the copy to CPU memory: the rank's own thread never waits for a device.
-        slot.works = None
-        if self._jobs is None:
-            self._jobs = deque()
-            self._start(f"staging of {self.link.name}", partial(self._send_staged, self._jobs))
-        with self._board.changed:
-            self._jobs.append((slot, pieces, last))
-            self._board.changed.notify_all()
-        if last:
-            self._jobs = None
-
-    def _send_staged(self, jobs: deque[tuple[_Framed, _Pieces, bool]]) -> None:
-        last = False
-        while not last:
-            with self._board.changed:
-                self._until(lambda: jobs)
-                slot, pieces, last = jobs.popleft()
+        if self.link.staged:  # the rank waits for the copy to CPU memory
             self._thread.wait(slot.arrived)
             self._thread.reads(slot.buffer)
             self._thread.record(slot.free)
-            works = [self._send(*piece) for piece in pieces]
-            with self._board.changed:
-                slot.works = works
-                self._board.changed.notify_all()
+        host, tags = self.link.host, self.link.tags
+        with self._connection_guard:
+            slot.works = [host.send([tensor], self._peer, tags + tag) for tensor, tag in pieces]
 
     def flush(self) -> None:
         for slot in self._ring:
