@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from spectrain_ext.operators.averaging import Exchange
 from spectrain_ext.pipeline.updates import GlobalNorm
 from spectrain_ext.schedule import Replicas
 from spectrain_ext.transport import Buffer, Stream
@@ -189,21 +188,21 @@ class GradientSum:
         return float(found)
 
 
-def weight_exchange(rank_group: RankGroup, board: Board) -> Exchange:
-    def begin(message: Tensor) -> Callable[[], Sequence[Tensor]]:
-        # Gather instead of sum: gloo's order of summation depends on the number of replicas.
-        found = [torch.empty_like(message) for _ in rank_group.ranks]
-        gathering = _Collective(
-            rank_group, board, _WEIGHTS, rank_group.device, dist.all_gather, found, message
-        )
+def exchange_weights(
+    message: Tensor, rank_group: RankGroup, board: Board
+) -> Callable[[], Sequence[Tensor]]:
+    """Begin to gather the replicas' messages; the call waits for them."""
+    # Gather instead of sum: gloo's order of summation depends on the number of replicas.
+    messages = [torch.empty_like(message) for _ in rank_group.ranks]
+    gathering = _Collective(
+        rank_group, board, _WEIGHTS, rank_group.device, dist.all_gather, messages, message
+    )
 
-        def arrived() -> Sequence[Tensor]:
-            gathering.wait()
-            return found
+    def arrived() -> Sequence[Tensor]:
+        gathering.wait()
+        return messages
 
-        return arrived
-
-    return begin
+    return arrived
 
 
 def _parts(params: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from spectrain_ext.pipeline.edges import Traffic
+from spectrain_ext.pipeline.processes import Ends
 from spectrain_ext.pipeline.ties import TiedStages
 from spectrain_ext.schedule import Replicas
 from spectrain_ext.transport.streams import callers_stream
@@ -45,8 +46,7 @@ class RemoteEdge(NamedTuple):
     """One direction of messages between two processes, as both know it."""
 
     name: str  # for reports
-    what: Traffic
-    at: int  # the replica at the other end, or the number of a tie
+    ends: Ends
     stages: tuple[int, int]  # of the sender and of the receiver
     sender: int  # rank in the pipeline
     receiver: int  # rank in the pipeline
@@ -57,6 +57,10 @@ class RemoteEdge(NamedTuple):
     # Receives of an evaluation are posted one by one, as none may remain; those of training remain
     # posted during an evaluation.
     evaluates: bool = False
+
+    @property
+    def what(self) -> Traffic:
+        return self.ends[0]
 
     @property
     def by_host(self) -> bool:
@@ -123,7 +127,7 @@ def open_links(
     board: Board,
     replicas: Replicas,
     bodies: str,  # "gloo", or "nccl", which sends from device to device; the same on all ranks
-    ties: Sequence[TiedStages] = (),
+    ties: Sequence[TiedStages],
 ) -> Links:
     """Make a group for each directed edge of this rank, and use each once."""
     # One group per directed edge, because two directions in one would wait for each other. All
@@ -155,11 +159,11 @@ def open_links(
         two = opener.open(name, (sender, receiver), message)
         if two is None:
             return
-        other = b if sender == board.rank else a
-        at, peer = other if tie is None else tie, ranks[other % replicas.ranks]
+        ends = what, a if plain else None, b if tie is None else tie
+        peer = ranks[receiver if sender == board.rank else sender]
         stages = replicas.stage_and_replica(a)[0], replicas.stage_and_replica(b)[0]
         edges.append(
-            RemoteEdge(name, what, at, stages, sender, receiver, peer, two.host, two.device, staged)
+            RemoteEdge(name, ends, stages, sender, receiver, peer, two.host, two.device, staged)
         )
 
     for a, b in replicas.edges():

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spectrain_ext.method import Method, check_replicas, phases_of
-from spectrain_ext.operators.averaging import Exchange
 from spectrain_ext.passes import ShareLoss
 from spectrain_ext.pipeline.arguments import check_hidden, check_trains, cut_place, hidden_use
-from spectrain_ext.pipeline.edges import TIED, Traffic
+from spectrain_ext.pipeline.edges import Traffic
 from spectrain_ext.pipeline.losses import Losses, Result, mean_of
 from spectrain_ext.pipeline.passes import Handler, Pass
 from spectrain_ext.pipeline.phases import widest
@@ -38,7 +37,7 @@ from .agreement import (
     start_of,
 )
 from .board import Board
-from .collectives import DistributedNorm, GradientSum, weight_exchange
+from .collectives import DistributedNorm, GradientSum, exchange_weights
 from .ends import RemoteReceiver, RemoteSender
 from .links import Links, RankGroup, backend_of_bodies, gpu_of, open_links
 
@@ -49,7 +48,6 @@ class Ranks(Processes):
     receives_block = True
     _links: Links
     _total: GradientSum | None = None  # over the stage's replicas
-    _exchange: Exchange | None = None  # with the stage's other replicas
 
     def __init__(
         self,
@@ -127,8 +125,6 @@ class Ranks(Processes):
             self._total = GradientSum(
                 params, rank_group, board, first.compute, first.weight_gradients
             )
-        elif rank_group is not None:
-            self._exchange = weight_exchange(rank_group, board)
         return ties
 
     @property
@@ -138,22 +134,16 @@ class Ranks(Processes):
     def remote_ends(
         self, stages: Mapping[int, Stage], depth: Depth, evaluates: bool
     ) -> dict[Ends, Any]:
-        board, made = self._board, {}
+        board = self._board
+        made: dict[Ends, Any] = {}
         for link in self._links.evaluating() if evaluates else self._links.edges:
-            what, sends, (a, b) = link.what, link.sender == board.rank, link.stages
-            stage = stages[a if sends else b]
-            mine = self.replicas.runs(stage.index, self.replica)
-            ends: tuple[int | None, int] = (mine, link.at) if sends else (link.at, mine)
-            if what in TIED:
-                ends = None, link.at
-            elif what in (Traffic.INPUTS, Traffic.TARGETS):
-                ends = None, ends[1]
-            slots = depth(what, a, b)
-            made[what, *ends] = (
-                RemoteSender(link, stage.device, slots, board)
-                if sends
-                else RemoteReceiver(link, stage.device, stage.compute, slots, board)
-            )
+            a, b = link.stages
+            slots = depth(link.what, a, b)
+            if link.sender == board.rank:
+                made[link.ends] = RemoteSender(link, stages[a].device, slots, board)
+            else:
+                to = stages[b]
+                made[link.ends] = RemoteReceiver(link, to.device, to.compute, slots, board)
         return made
 
     def norm(self) -> DistributedNorm:
@@ -163,8 +153,8 @@ class Ranks(Processes):
         return number if self._total is None else self._total.largest(number)
 
     def exchange(self, message: Tensor) -> Callable[[], Sequence[Tensor]]:
-        assert self._exchange is not None
-        return self._exchange(message)
+        assert self._links.replicas is not None
+        return exchange_weights(message, self._links.replicas, self._board)
 
     # A run.
 

@@ -89,7 +89,7 @@ def opened(monkeypatch, counts, bodies):
         monkeypatch.setattr(dist, "new_group", new_group)
         for what in ("send", "recv", "all_reduce"):
             monkeypatch.setattr(dist, what, use(what))
-        links = links_module.open_links(None, CPU, unwatched(rank), replicas, bodies)
+        links = links_module.open_links(None, CPU, unwatched(rank), replicas, bodies, ())
         found.append((links, uses))
     return found
 
@@ -103,8 +103,8 @@ def test_a_group_is_first_used_as_it_will_be(bodies, monkeypatch):
         last = Replicas(counts).indices_of(len(counts) - 1)
         from_rank_0 = {other for other in last if other}
         firsts = all_opened[0][0].edges
-        assert {e.at for e in firsts if e.what is Traffic.TARGETS} == from_rank_0
-        assert {e.at for e in firsts if e.what is Traffic.INPUTS} == set(range(1, counts[0]))
+        assert {e.ends[2] for e in firsts if e.what is Traffic.TARGETS} == from_rank_0
+        assert {e.ends[2] for e in firsts if e.what is Traffic.INPUTS} == set(range(1, counts[0]))
         names = {}
         for rank, (links, uses) in enumerate(all_opened):
             expected = []
@@ -125,8 +125,8 @@ def test_a_group_is_first_used_as_it_will_be(bodies, monkeypatch):
 
 def edge(host, device, staged=False):
     """Return an edge with these groups, as ranks 0 and 1 know it."""
-    traffic = Traffic.ACTIVATIONS
-    return links_module.RemoteEdge("edge 0 -> 1", traffic, 1, (0, 1), 0, 1, 1, host, device, staged)
+    ends = Traffic.ACTIVATIONS, 0, 1
+    return links_module.RemoteEdge("edge 0 -> 1", ends, (0, 1), 0, 1, 1, host, device, staged)
 
 
 class Device:
@@ -267,7 +267,7 @@ def free_late(rank, ranks):
     board = Board(dist.PrefixStore("test", _get_default_store()), rank, ranks, 30.0)
     with board.run(starts=True):
         pass
-    links = links_module.open_links(None, CPU, board, Replicas((1, 1)), "gloo")
+    links = links_module.open_links(None, CPU, board, Replicas((1, 1)), "gloo", ())
     (link,) = (link for link in links.edges if link.name == "edge 0 -> 1")
     with board.run():
         if rank == 0:
