@@ -8,7 +8,11 @@ bodies go from device to device.
 
 from __future__ import annotations
 
+import json
 from collections import deque
+from datetime import timedelta
+from struct import Struct
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,23 +20,66 @@ from torch import Tensor
 
 from spectrain_ext.transport import Buffer, Event, Slot, Stream, callers_stream, new_stream
 from spectrain_ext.transport.local import NO_MESSAGE
-from spectrain_ext.transport.message import NO_HEADER, FlatMemory, Header, Layout, Message, likeness
+from spectrain_ext.transport.message import (
+    NO_HEADER,
+    FlatMemory,
+    Header,
+    Layout,
+    Message,
+    TensorLayout,
+    likeness,
+)
 
 from .board import Board
 from .failures import is_broken_connection
-from .links import ConnectionGuard, RemoteEdge
-from .wire import (
-    ENDLESS,
-    HEAD,
-    TAG_BODY,
-    TAG_FRAME,
-    TAG_LAYOUT,
-    Frame,
-    decode_layout,
-    encode_layout,
-)
+from .links import TAG_BODY, TAG_FRAME, TAG_LAYOUT, ConnectionGuard, RemoteEdge
 
 _CPU = torch.device("cpu")
+# A header: number of the message, whether it ends the run; parts of the minibatch, value (float64),
+# samples; bytes of the layout's text (0: the last one holds) and of the body, and whether the body
+# follows in the same frame.
+_HEADER = Struct("=q?qdqqq?")
+# Bytes of a frame before the body, a multiple of the alignment.
+_HEAD = 256
+# A wait for gloo cannot be interrupted, and one that times out breaks all connections of its group.
+# So the board keeps the deadlines, and breaks the connections after a failure.
+_ENDLESS = timedelta(days=365)
+
+
+class _Frame(FlatMemory):
+    """CPU memory for a header and the body after it."""
+
+    def __init__(self) -> None:
+        super().__init__(_HEAD)
+
+    def write(self, number: int, header: Header | None, *sizes: int) -> None:
+        """Write the header of a message, or of the end of a run (None)."""
+        fields = header is None, *(header or NO_HEADER), *(sizes or (0, 0, True))
+        _HEADER.pack_into(self.whole.numpy().data, 0, number, *fields)
+
+    def read(self, number: int) -> tuple[Header | None, int, int, bool]:
+        found, ends, *fields, text, nbytes, inside = _HEADER.unpack_from(self.whole.numpy().data)
+        if found != number:
+            raise ValueError(f"expected message {number}, got {found}")
+        return None if ends else Header(*fields), text, nbytes, inside
+
+
+def _encoded(layout: Layout) -> bytes:
+    """Encode a layout as JSON: peers are not trusted with pickle."""
+    tensors = [
+        t and (t.shape, t.stride, str(t.dtype).removeprefix("torch."), t.differentiable)
+        for t in layout.tensors
+    ]
+    return json.dumps([tensors, layout.form]).encode()
+
+
+def _decoded(text: bytes) -> Layout:
+    def tuples(read: Any) -> Any:
+        return tuple(map(tuples, read)) if isinstance(read, list) else read
+
+    tensors, form = tuples(json.loads(text))
+    layouts = (t and TensorLayout(t[0], t[1], getattr(torch, t[2]), t[3]) for t in tensors)
+    return Layout(tuple(layouts), form)
 
 
 class _Framed(Slot):
@@ -43,7 +90,7 @@ class _Framed(Slot):
 
     def __init__(self, name: str, copy: Stream, user: Stream, in_frame: bool) -> None:
         super().__init__(name, copy, user)
-        self.frame = Frame()
+        self.frame = _Frame()
         if in_frame:
             self.memory = self.frame
         self.works: list[dist.Work] = []  # by gloo
@@ -127,13 +174,13 @@ class RemoteReceiver(_End):
             return None
         if length:
             text = torch.empty(length, dtype=torch.uint8)
-            self._receive(text, TAG_LAYOUT).wait(ENDLESS)
-            self._layout = decode_layout(text.numpy().tobytes())
+            self._receive(text, TAG_LAYOUT).wait(_ENDLESS)
+            self._layout = _decoded(text.numpy().tobytes())
         slot.header, slot.layout, slot.nbytes = header, self._layout, nbytes
         if self.link.by_host:
             if not inside:
                 slot.frame.fit(nbytes, _CPU, self._pinned)
-                self._receive(slot.frame.bytes[:nbytes], TAG_BODY).wait(ENDLESS)
+                self._receive(slot.frame.bytes[:nbytes], TAG_BODY).wait(_ENDLESS)
             self._capacity = max(self._capacity, nbytes)
             if self.link.staged:
                 self._load(slot)
@@ -160,7 +207,7 @@ class RemoteReceiver(_End):
             slot = self._ring.popleft()
         if not slot.works:
             self._post(slot)
-        slot.works.pop().wait(ENDLESS)
+        slot.works.pop().wait(_ENDLESS)
         return slot
 
     def _recycle(self, slot: _Framed) -> None:
@@ -250,7 +297,7 @@ class RemoteSender(_End):
         looks = (*likeness(message.tensors), *message[1:])
         if looks != self._looks:
             self._looks, self._layout = looks, Layout.of(message)
-            self._nbytes, text = self._layout.places()[1], encode_layout(self._layout)
+            self._nbytes, text = self._layout.places()[1], _encoded(self._layout)
         layout, nbytes = self._layout, self._nbytes
         self.sent_bytes += message.nbytes
         for event in ready:
@@ -277,7 +324,7 @@ class RemoteSender(_End):
                 slot.body = dist.isend(body, link.peer, group=link.device, tag=TAG_BODY)
         inside = link.by_host and nbytes <= self._capacity
         slot.frame.write(self._sent, header, len(text), nbytes, inside)
-        pieces = [(slot.frame.whole[: HEAD + (nbytes if inside else 0)], TAG_FRAME)]
+        pieces = [(slot.frame.whole[: _HEAD + (nbytes if inside else 0)], TAG_FRAME)]
         if text:
             pieces.append((torch.frombuffer(bytearray(text), dtype=torch.uint8), TAG_LAYOUT))
         if link.by_host and not inside:
@@ -290,7 +337,7 @@ class RemoteSender(_End):
         slot = self._next_slot()
         slot.frame.fit(0, _CPU, self._pinned)
         slot.frame.write(self._sent, None)
-        self._hand_over(slot, [(slot.frame.whole[:HEAD], TAG_FRAME)])
+        self._hand_over(slot, [(slot.frame.whole[:_HEAD], TAG_FRAME)])
 
     def _next_slot(self) -> _Framed:
         """Return the next slot; with a correct window its last message arrived long ago."""
@@ -306,7 +353,7 @@ class RemoteSender(_End):
             return
         with self._board.blocked(self._other, self.link.name), self._connection_guard:
             for work in slot.works:
-                work.wait(ENDLESS)
+                work.wait(_ENDLESS)
             if slot.body is not None:
                 with self.stream.using():  # with NCCL, only the stream waits
                     slot.body.wait()

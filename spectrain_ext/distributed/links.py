@@ -21,7 +21,6 @@ from spectrain_ext.transport.streams import callers_stream
 
 from .board import Board
 from .failures import is_broken_connection
-from .wire import TAG_NEVER, TAGS
 
 #: The most multiprocessors that an NCCL message occupies at either end. A kernel occupies them
 #: until its counterpart at the other end runs, so the kernels of all edges must fit on a device
@@ -29,6 +28,10 @@ from .wire import TAG_NEVER, TAGS
 #: (2.30: two per NVLink), and it rounds up to a power of two. NCCL_MAX_CTAS in the environment
 #: takes precedence. Not measured.
 CHANNELS = 4
+# The kinds of pieces of a message, all sent in one group.
+TAG_FRAME, TAG_LAYOUT, TAG_BODY = 1, 2, 3
+_TAGS = 4  # tags reserved per edge
+_TAG_NEVER = 2**16  # of no message; above all others
 _ON_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _CPU = torch.device("cpu")
 _Use = Callable[[dist.ProcessGroup, torch.device], None]
@@ -70,7 +73,7 @@ class RemoteEdge(NamedTuple):
     @property
     def tags(self) -> int:
         """The offset of the messages' tags: training and evaluation share a group."""
-        return TAGS if self.evaluates else 0
+        return _TAGS if self.evaluates else 0
 
 
 class Links(NamedTuple):
@@ -251,7 +254,7 @@ def _disconnect(group: dist.ProcessGroup) -> None:
     for peer in range(group.size()):
         if peer != group.rank():
             with suppress(RuntimeError):
-                group.recv([torch.empty(0)], peer, TAG_NEVER).wait(timedelta(milliseconds=1))
+                group.recv([torch.empty(0)], peer, _TAG_NEVER).wait(timedelta(milliseconds=1))
 
 
 def _options(timeout: timedelta, of_an_edge: bool) -> Any:
