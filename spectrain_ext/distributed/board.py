@@ -41,7 +41,6 @@ from .failures import (
     describe_error,
     find_culprit,
     is_broken_connection,
-    most_silent,
     this_process,
     wake_stopped,
     write_report,
@@ -276,7 +275,8 @@ class Board:
             # Living ranks send a heartbeat per interval.
             with self.changed:
                 self.changed.wait_for(lambda: self.cause is not None, 4 * self.interval)
-            silent_one, silent = most_silent(self.beats, self.rank)
+            silent_one = min(self._others, key=lambda r: self.beats[r].heard)
+            silent = monotonic() - self.beats[silent_one].heard
             peer = silent_one if silent > 2 * self.interval else None
         if peer is not None:
             reason = f"{self.beats[peer]}: its connection was closed without a word"
@@ -290,9 +290,8 @@ class Board:
         raise self._rank_error(cause, what, waited) from error
 
     def _rank_error(self, cause: Cause, what: str | None, waited: float) -> RankError:
-        return RankError(
-            *(self.rank, self.action(), cause.rank, cause.reason, what, waited, self._report)
-        )
+        action, reason = self.action(), cause.reason
+        return RankError(self.rank, action, cause.rank, reason, what, waited, self._report)
 
     def _agree(self, mine: Cause) -> Cause:
         """Propose a cause, and return the one that all ranks agree on."""
@@ -303,14 +302,12 @@ class Board:
                 self.changed.wait_for(lambda: self.cause is not None, self._patience / 2)
             cause = self._accept_cause(self.cause or self._without_store())
 
-            def knows_or_is_gone(rank: int) -> bool:
+            def informed(rank: int) -> bool:
                 beat, silence = self.beats[rank], 0.0 if cause.gone else 3 * self.interval
                 return beat.knows or (rank == cause.rank and monotonic() - beat.heard > silence)
 
             if self.rank == 0:  # it may host the store, so it stays until the others know
-                self.changed.wait_for(
-                    lambda: all(map(knows_or_is_gone, self._others)), self.grace / 2
-                )
+                self.changed.wait_for(lambda: all(map(informed, self._others)), self.grace / 2)
         return cause
 
     def _accept_cause(self, cause: Cause) -> Cause:
@@ -323,18 +320,15 @@ class Board:
                 self._report = write_report(cause, self.rank, beats, steps, self._error)
                 self.cause = cause
                 self._wake.set()
-                self._abort()
+                for disconnect in self.disconnects:
+                    disconnect()
+                # In parallel: an abort may wait for device work that another abort ends.
+                for abort in self.aborts:
+                    with suppress(RuntimeError):  # at shutdown Python starts no more threads
+                        self.start("spectrain abort", abort)
                 wake_stopped(self.beats[cause.rank].process)
             self.changed.notify_all()
             return self.cause
-
-    def _abort(self) -> None:
-        for disconnect in self.disconnects:
-            _tried(disconnect)
-        # In parallel: an abort may wait for device work that another abort ends.
-        for abort in self.aborts:
-            with suppress(RuntimeError):  # at shutdown Python starts no more threads
-                self.start("spectrain abort", partial(_tried, abort))
 
     def _without_store(self, error: BaseException | None = None) -> Cause:
         reason = "the store that it keeps does not answer"
@@ -434,11 +428,6 @@ class Board:
                 remark = f"this rank did not end by itself within {self.grace:.0f} s"
                 print(f"{error}; {remark}", file=sys.stderr, flush=True)
                 os._exit(1)
-
-
-def _tried(abort: Callable[[], None]) -> None:
-    with suppress(Exception):  # the guard ends a rank that stays stuck
-        abort()
 
 
 _BOARDS: WeakSet[Board] = WeakSet()

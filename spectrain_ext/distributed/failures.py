@@ -85,12 +85,6 @@ def wake_stopped(process: Sequence[Any]) -> None:
             os.kill(process[2], signal.SIGCONT)
 
 
-def most_silent(beats: Sequence[Heartbeat], me: int) -> tuple[int, float]:
-    """Return the other rank with the oldest heartbeat, and its age in seconds."""
-    rank = min((r for r in range(len(beats)) if r != me), key=lambda r: beats[r].heard)
-    return rank, monotonic() - beats[rank].heard
-
-
 def find_culprit(
     beats: Sequence[Heartbeat], me: int, peer: int | None, patience: float
 ) -> tuple[Cause, float]:
@@ -124,15 +118,12 @@ def find_culprit(
 
 def _rank_all_wait_for(beats: Sequence[Heartbeat], me: int, patience: float) -> int:
     """Return the rank that all wait for: a silent one, else one that waits for the fewest."""
-    rank, silent = most_silent(beats, me)
-    if silent > patience:
-        return rank
 
-    def free(r: int) -> int:
-        waits = beats[r].waits
-        return 0 if waits is None else 1 if waits[0] is not None else 2
+    def order(r: int) -> tuple[float, int]:
+        silent, waits = monotonic() - beats[r].heard, beats[r].waits
+        return -max(silent, patience), 0 if waits is None else 1 if waits[0] is not None else 2
 
-    return min((r for r in range(len(beats)) if r != me), key=free)
+    return min((r for r in range(len(beats)) if r != me), key=order)
 
 
 # The report

@@ -141,8 +141,8 @@ def open_links(
     # uses; here the order is the same everywhere. NCCL connects per kind of operation, so an edge
     # sends a message in its direction, and replicas sum.
     ranks = dist.get_process_group_ranks(group)
-    host = _Kind("gloo", _CPU)
-    opener = _Opener(ranks, board, (host,) if bodies == "gloo" else (host, _Kind(bodies, device)))
+    host = "gloo", _CPU
+    opener = _Opener(ranks, board, [host] if bodies == "gloo" else [host, (bodies, device)])
     staged = bodies == "gloo" and device.type == "cuda"
     edges: list[RemoteEdge] = []
 
@@ -186,7 +186,7 @@ def open_links(
         members = replicas.ranks_of(k)
         if len(members) > 1:
             of_stage = opener.open(f"the replicas of stage {k}", members, _sum) or of_stage
-    all_ranks = _Opener(ranks, board, (host,)).open("all ranks", range(len(ranks)), _sum)
+    all_ranks = _Opener(ranks, board, [host]).open("all ranks", range(len(ranks)), _sum)
     assert all_ranks is not None
     return Links(edges, all_ranks, of_stage)
 
@@ -195,53 +195,47 @@ def _sum(made: dist.ProcessGroup, on: torch.device) -> None:
     dist.all_reduce(torch.zeros(1, device=on), group=made)
 
 
-class _Kind(NamedTuple):
-    backend: str
-    device: torch.device
-
-
 class _Opener(NamedTuple):
     """Makes and first uses groups of the pipeline's ranks."""
 
     ranks: list[int]
     board: Board
-    kinds: Sequence[_Kind]  # of a group for CPU tensors, and of one for bodies if that is another
+    kinds: Sequence[tuple[str, torch.device]]  # for CPU tensors, and for bodies if others
 
     def open(self, name: str, members: Sequence[int], use: _Use) -> RankGroup | None:
         """Make the groups of these ranks; None if this rank is not a member."""
-        groups = [self._group(name, members, use, kind) for kind in self.kinds]
+        groups = [self._group(name, members, use, *kind) for kind in self.kinds]
         if self.board.rank not in members:
             return None
         return RankGroup(members, groups[0], groups[-1])
 
     def _group(
-        self, name: str, members: Sequence[int], use: _Use, kind: _Kind
+        self, name: str, members: Sequence[int], use: _Use, backend: str, device: torch.device
     ) -> dist.ProcessGroup:
         board, others = self.board, [r for r in members if r != self.board.rank]
         # Longer than the board's, because gloo's own deadline breaks the connection.
         longer = timedelta(seconds=max(4 * board.timeout, 60.0))
         settings: dict[str, Any] = {}
-        if kind.backend != "gloo":
+        if backend != "gloo":
             # With a bound device NCCL connects at once, and a pair needs no second communicator.
-            settings["device_id"] = kind.device
+            settings["device_id"] = device
             settings["pg_options"] = _options(longer, use is not _sum)
         waits_for = others[0] if len(others) == 1 else None
         board.set_action("opening", name)
         with board.blocked(waits_for, name), ConnectionGuard(board, (), name), _by_itself():
-            made = dist.new_group(
-                [self.ranks[r] for r in members], longer, kind.backend, **settings
-            )
+            ranks = [self.ranks[r] for r in members]
+            made: dist.ProcessGroup = dist.new_group(ranks, longer, backend, **settings)
         if board.rank not in members:
             return made
-        if kind.backend == "gloo":
+        if backend == "gloo":
             board.disconnects.append(partial(_disconnect, made))
         else:
             board.aborts.append(made.abort)
         # Connect now, without a message's short deadline, and before the next group.
         with board.blocked(waits_for, name), ConnectionGuard(board, (), name):
-            stream = callers_stream(kind.device)
+            stream = callers_stream(device)
             with stream.using():
-                use(made, kind.device)
+                use(made, device)
             stream.synchronize()
         board.check()  # an abort also ends the first use
         return made

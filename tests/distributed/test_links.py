@@ -330,8 +330,7 @@ def test_what_groups_of_nccl_are_made_with(setting, on_error, monkeypatch):
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     board = unwatched(0)
-    kinds = [links_module._Kind(backend, CPU) for backend in ("gloo", "nccl")]
-    opener = links_module._Opener([0, 1, 2], board, kinds)
+    opener = links_module._Opener([0, 1, 2], board, [("gloo", CPU), ("nccl", CPU)])
     opener.open("edge", (0, 1), lambda *_: None)
     opener.open("replicas", (0, 1, 2), links_module._sum)
     assert os.environ == before
