@@ -1,9 +1,8 @@
 """Sends and receives messages on an edge between two processes.
 
-A message is a frame in CPU memory, a header and a body. A layout other than the last message's
-follows as a piece of its own, and so does a body that is larger than all that were in use when the
-frame's receive was posted: gloo accepts a message that is shorter than its receive. With NCCL,
-bodies go from device to device.
+A message is a frame in CPU memory, a header and a body. A new layout follows as a piece of its own,
+and so does a body that is larger than all that were in use when the frame's receive was posted:
+gloo accepts a message that is shorter than its receive. With NCCL, bodies go from device to device.
 """
 
 from __future__ import annotations
@@ -36,9 +35,11 @@ from .links import TAG_BODY, TAG_FRAME, TAG_LAYOUT, ConnectionGuard, RemoteEdge
 
 _CPU = torch.device("cpu")
 # A header: number of the message, whether it ends the run; parts of the minibatch, value (float64),
-# samples; bytes of the layout's text (0: the last one holds) and of the body, and whether the body
-# follows in the same frame.
-_HEADER = Struct("=q?qdqqq?")
+# samples; number of the layout and bytes of its text (0: announced before); bytes of the body, and
+# whether it follows in the same frame.
+_HEADER = Struct("=q?qdqqqq?")
+#: Layouts that both ends remember before they start over: constants may differ in every message.
+_KINDS = 4096
 # Bytes of a frame before the body, a multiple of the alignment.
 _HEAD = 256
 # A wait for gloo cannot be interrupted, and one that times out breaks all connections of its group.
@@ -54,14 +55,14 @@ class _Frame(FlatMemory):
 
     def write(self, number: int, header: Header | None, *sizes: int) -> None:
         """Write the header of a message, or of the end of a run (None)."""
-        fields = header is None, *(header or NO_HEADER), *(sizes or (0, 0, True))
+        fields = header is None, *(header or NO_HEADER), *(sizes or (0, 0, 0, True))
         _HEADER.pack_into(self.whole.numpy().data, 0, number, *fields)
 
-    def read(self, number: int) -> tuple[Header | None, int, int, bool]:
-        found, ends, *fields, text, nbytes, inside = _HEADER.unpack_from(self.whole.numpy().data)
+    def read(self, number: int) -> tuple[Header | None, int, int, int, bool]:
+        found, ends, parts, value, samples, *sizes = _HEADER.unpack_from(self.whole.numpy().data)
         if found != number:
             raise ValueError(f"expected message {number}, got {found}")
-        return None if ends else Header(*fields), text, nbytes, inside
+        return None if ends else Header(parts, value, samples), *sizes
 
 
 def _encoded(layout: Layout) -> bytes:
@@ -117,7 +118,6 @@ class _End:
         )
         self._connection_guard = ConnectionGuard(board, (self._other,), link.name)
         self._capacity = 0  # bytes of a posted frame for the body
-        self._layout = Layout(())  # of the last message
 
 
 class RemoteReceiver(_End):
@@ -136,6 +136,7 @@ class RemoteReceiver(_End):
         self._receiver = receiver
         self._landed = self._thread.event()
         self._heard = 0  # messages
+        self._layouts: list[Layout] = []
         self._arrived: deque[_Framed | None] = deque()  # None: the end of the run
         self._error: BaseException | None = None  # of the thread
 
@@ -167,7 +168,7 @@ class RemoteReceiver(_End):
     def _take(self) -> _Framed | None:
         """Receive the next message, except a body that goes from device to device."""
         slot = self._next_slot()
-        header, length, nbytes, inside = slot.frame.read(self._heard)
+        header, kind, length, nbytes, inside = slot.frame.read(self._heard)
         self._heard += 1
         if header is None:
             self._recycle(slot)
@@ -175,8 +176,8 @@ class RemoteReceiver(_End):
         if length:
             text = torch.empty(length, dtype=torch.uint8)
             self._receive(text, TAG_LAYOUT).wait(_ENDLESS)
-            self._layout = _decoded(text.numpy().tobytes())
-        slot.header, slot.layout, slot.nbytes = header, self._layout, nbytes
+            self._layouts[kind:] = [_decoded(text.numpy().tobytes())]
+        slot.header, slot.layout, slot.nbytes = header, self._layouts[kind], nbytes
         if self.link.by_host:
             if not inside:
                 slot.frame.fit(nbytes, _CPU, self._pinned)
@@ -287,18 +288,20 @@ class RemoteSender(_End):
             for slot in self._ring:
                 slot.memory = packed
         self._sent = self.sent_bytes = 0
-        self._looks: object = None  # of the last message
-        self._nbytes = 0  # of its body
+        self._kinds: dict[object, tuple[int, Layout, int]] = {}  # number, layout, bytes
 
     def send(
         self, message: Message, source: Buffer, *ready: Event, header: Header = NO_HEADER
     ) -> Event:
         link, copy, slot, text = self.link, self.stream, self._next_slot(), b""
         looks = (*likeness(message.tensors), *message[1:])
-        if looks != self._looks:
-            self._looks, self._layout = looks, Layout.of(message)
-            self._nbytes, text = self._layout.places()[1], _encoded(self._layout)
-        layout, nbytes = self._layout, self._nbytes
+        if looks not in self._kinds:
+            if len(self._kinds) == _KINDS:
+                self._kinds.clear()
+            layout = Layout.of(message)
+            text = _encoded(layout)
+            self._kinds[looks] = len(self._kinds), layout, layout.places()[1]
+        kind, layout, nbytes = self._kinds[looks]
         self.sent_bytes += message.nbytes
         for event in ready:
             copy.wait(event)
@@ -323,7 +326,7 @@ class RemoteSender(_End):
             with copy.using(), self._connection_guard:
                 slot.body = dist.isend(body, link.peer, group=link.device, tag=TAG_BODY)
         inside = link.by_host and nbytes <= self._capacity
-        slot.frame.write(self._sent, header, len(text), nbytes, inside)
+        slot.frame.write(self._sent, header, kind, len(text), nbytes, inside)
         pieces = [(slot.frame.whole[: _HEAD + (nbytes if inside else 0)], TAG_FRAME)]
         if text:
             pieces.append((torch.frombuffer(bytearray(text), dtype=torch.uint8), TAG_LAYOUT))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -221,18 +221,20 @@ class _Opener(NamedTuple):
             settings["device_id"] = device
             settings["pg_options"] = _options(longer, use is not _sum)
         waits_for = others[0] if len(others) == 1 else None
+        mine = board.rank in members
         board.set_action("opening", name)
-        with board.blocked(waits_for, name), ConnectionGuard(board, (), name), _by_itself():
-            ranks = [self.ranks[r] for r in members]
-            made: dist.ProcessGroup = dist.new_group(ranks, longer, backend, **settings)
-        if board.rank not in members:
-            return made
-        if backend == "gloo":
-            board.disconnects.append(partial(_disconnect, made))
-        else:
-            board.aborts.append(made.abort)
-        # Connect now, without a message's short deadline, and before the next group.
-        with board.blocked(waits_for, name), ConnectionGuard(board, (), name):
+        waits = board.blocked(waits_for, name) if mine else nullcontext()
+        with waits, ConnectionGuard(board, (), name):
+            with _by_itself():
+                ranks = [self.ranks[r] for r in members]
+                made: dist.ProcessGroup = dist.new_group(ranks, longer, backend, **settings)
+            if not mine:
+                return made
+            if backend == "gloo":
+                board.disconnects.append(partial(_disconnect, made))
+            else:
+                board.aborts.append(made.abort)
+            # Connect now, without a message's short deadline, and before the next group.
             stream = callers_stream(device)
             with stream.using():
                 use(made, device)
