@@ -16,7 +16,7 @@ from spectrain_ext.method import Method, check_replicas, phases_of
 from spectrain_ext.passes import ShareLoss
 from spectrain_ext.pipeline.arguments import check_hidden, check_trains, cut_place, hidden_use
 from spectrain_ext.pipeline.edges import Traffic
-from spectrain_ext.pipeline.losses import Losses, Result, mean_of
+from spectrain_ext.pipeline.losses import Result, mean_of
 from spectrain_ext.pipeline.passes import Handler, Pass
 from spectrain_ext.pipeline.phases import widest
 from spectrain_ext.pipeline.processes import Depth, Ends, Processes
@@ -181,7 +181,7 @@ class Ranks(Processes):
     def handlers(self, run: Run, stage: StageRun) -> Mapping[Kind, Handler]:
         if not run.trains:
             return {}
-        passes = stage.stage.passes
+        passes, total = stage.stage.passes, self._total
         shared = next((each for each in passes if isinstance(each, ShareLoss)), None)
         reports = stage is run.stages[0] and run.losses is None  # that a minibatch has ended
 
@@ -195,13 +195,17 @@ class Ranks(Processes):
             if reports:
                 run.results.append(Result(i, loss))
 
-        found: dict[Kind, Handler] = {}
+        def expect(i: int, j: int) -> None:
+            if total is not None and j == len(stage.cursor.shares[i]) - 1:
+                total.expect()
+
+        made: dict[Kind, Handler] = {}
         if reports or shared is not None:
-            found[Kind.REPORT] = report
-        if self._total is not None:
-            found[Kind.EXPECT_SUM] = partial(_expect_last, stage, self._total)
-            found[Kind.SUM_GRADIENTS] = partial(_sum_up, run, stage, self._total, shared)
-        return found
+            made[Kind.REPORT] = report
+        if total is not None:
+            made[Kind.EXPECT_SUM] = expect
+            made[Kind.SUM_GRADIENTS] = partial(_sum_up, run, stage, total, shared)
+        return made
 
     def announce(self, run: Run, stage: Stage) -> Callable[[Kind, int, int], None]:
         board, replica, count = self._board, self.replica, self.replicas.counts[stage.index]
@@ -256,17 +260,10 @@ def _receive_ends(wires: Wires, stage: StageRun) -> None:
             sender.end()
 
 
-# Sums over a stage's replicas.
-
-
-def _expect_last(stage: StageRun, total: GradientSum, i: int, j: int) -> None:
-    if j == len(stage.cursor.shares[i]) - 1:
-        total.expect()
-
-
 def _sum_up(
     run: Run, of: StageRun, total: GradientSum, shared: ShareLoss | None, i: int, j: int
 ) -> None:
+    """Sum a minibatch's gradients and loss over the stage's replicas."""
     stage, losses = of.stage, run.losses
     total.send_rest(of.count_of(i))
     stage.compute.record(stage.computed)
@@ -282,14 +279,9 @@ def _sum_up(
     if shared is not None:
         shared.known[i] = number
     if losses is not None:
-        run.results.append(_summed(losses, i, number, counted))
-
-
-def _summed(losses: Losses, i: int, number: float, counted: float) -> Result:
-    """Return the result of a minibatch with the sums over all replicas."""
-    loss, count, kept = losses.own.pop(i)
-    loss = torch.full_like(loss, number)
-    if count is not None:
-        count = torch.full_like(count, counted)
-        loss = mean_of(loss, count)
-    return Result(i, loss, kept, count)
+        loss, count, kept = losses.own.pop(i)
+        loss = torch.full_like(loss, number)
+        if count is not None:
+            count = torch.full_like(count, counted)
+            loss = mean_of(loss, count)
+        run.results.append(Result(i, loss, kept, count))
