@@ -119,7 +119,6 @@ if ranks > 1:
     pipe = st.DistributedPipeline(
         parts.stages[rank],
         device=device,
-        dynamic_shapes=True,
         passes=[st.passes.ShareLoss()],
         **options,
     )

@@ -52,8 +52,7 @@ class RankError(RuntimeError):
             absence was noticed.
         edge: the edge that the reporting rank was waiting on, None if it was not waiting.
         waited: how long it had waited, in seconds.
-        report: the file with a report of all ranks, after the name of its machine if that is
-            another one; empty if there is none.
+        report: the file with a report of this machine's ranks; empty if there is none.
     """
 
     rank: int
@@ -73,7 +72,7 @@ class RankError(RuntimeError):
 
 
 def report_note(report: str, before: str = "") -> str:
-    return f"{before}report of all ranks: {report}" if report else ""
+    return f"{before}report of this machine's ranks: {report}" if report else ""
 
 
 class CheckpointError(RuntimeError):

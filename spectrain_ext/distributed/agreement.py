@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -37,16 +35,16 @@ def compare_settings(
     board: Board, settings: Mapping[str, object], own: Mapping[str, object]
 ) -> list[dict[str, Any]]:
     """Exchange settings, which must be equal on all ranks, and own values; return both by rank."""
-    found = board.exchange_json("meeting", {**settings, **own})
-    mine = found[board.rank]
-    for r, theirs in enumerate(found):
+    of_ranks = board.exchange_json("meeting", {**settings, **own})
+    mine = of_ranks[board.rank]
+    for r, theirs in enumerate(of_ranks):
         for name in settings:
             if theirs.get(name) != mine[name]:
                 raise ValueError(
                     f"{name}: rank {board.rank} has {mine[name]!r} and rank {r} has "
                     f"{theirs.get(name)!r}; all must have the same"
                 )
-    return found
+    return of_ranks
 
 
 def rules_to_compare(method: Method, of_phases: Sequence[Sequence[Place]]) -> dict[str, object]:
@@ -74,18 +72,18 @@ def rules_to_compare(method: Method, of_phases: Sequence[Sequence[Place]]) -> di
     return found
 
 
-def check_cut(found: Sequence[Mapping[str, Any]], replicas: Replicas) -> None:
+def check_cut(of_ranks: Sequence[Mapping[str, Any]], replicas: Replicas) -> None:
     """Raise ValueError unless the ranks hold the stages of one cut in its order."""
-    said = [dict(rank["cut"]) for rank in found]
+    cuts = [dict(rank["cut"]) for rank in of_ranks]
     for k in range(replicas.stages):
         first, *others = replicas.ranks_of(k)
         for r in others:
-            if said[r][k] != said[first][k]:
+            if cuts[r][k] != cuts[first][k]:
                 raise ValueError(
                     f"stage: ranks {first} and {r} have replicas of stage {k}, but other stages of "
-                    f"a cut, (stage, of how many): {said[first][k]} and {said[r][k]}"
+                    f"a cut, (stage, of how many): {cuts[first][k]} and {cuts[r][k]}"
                 )
-    check_order([said[replicas.ranks_of(k)[0]][k] for k in range(replicas.stages)])
+    check_order([cuts[replicas.ranks_of(k)[0]][k] for k in range(replicas.stages)])
 
 
 def agreed_ties(
@@ -93,21 +91,20 @@ def agreed_ties(
     replicas: Replicas,
     modules: Mapping[int, nn.Module],
     copies: Sequence[Copy],
-    found: Sequence[Mapping[str, Any]],
+    of_ranks: Sequence[Mapping[str, Any]],
 ) -> list[TiedStages]:
     """Return the ties of all stages; tell copies here their originals' names in checkpoints."""
-    asked = [(Member(*said), look) for rank in found for *said, look in rank["copies"]]
+    asked = [(Member(*place), look) for rank in of_ranks for *place, look in rank["copies"]]
     if not asked:
         return []
-    mine: dict[str, dict[str, object]] = {}  # by stage, as a string because JSON keys are
+    homes = {f"{member.home} {member.home_name}" for member, _ in asked}  # keys of JSON
+    mine: dict[str, object] = {}
     for k, module in modules.items():
-        known: dict[str, object] = {}
         for p, names in names_of(module).items():
-            look = look_of(p), [*full_names(module, names, f"{k}.").values()]
-            known |= dict.fromkeys((*map(bare, names), *names), look)
-        wanted = {member.home_name for member, _ in asked if member.home == k}
-        mine[str(k)] = {name: known[name] for name in sorted(wanted & known.keys())}
-    said = board.exchange_json("comparing ties", mine)
+            original = look_of(p), [*full_names(module, names, f"{k}.").values()]
+            keys = homes.intersection(f"{k} {name}" for name in (*map(bare, names), *names))
+            mine |= dict.fromkeys(keys, original)
+    originals = board.exchange_json("comparing ties", mine)
     own = {(copy.stage, copy.names[0]): copy for copy in copies}
     for member, look in asked:
         counts = [replicas.counts[k] for k in (member.home, member.copy)]
@@ -117,35 +114,36 @@ def agreed_ties(
                 f"{counts[0]} and {counts[1]}. Untie them: tie_word_embeddings=False in a Hugging "
                 "Face configuration"
             )
-        by_name = said[replicas.ranks_of(member.home)[0]][str(member.home)]
-        there = by_name.get(member.home_name, (None, []))
-        check_look(member, look, there[0])
+        there = originals[replicas.ranks_of(member.home)[0]]
+        seen, names = there.get(f"{member.home} {member.home_name}", (None, []))
+        check_look(member, look, seen)
         if member.copy in modules:
-            own[member.copy, member.name].names_elsewhere = there[1]
+            own[member.copy, member.name].names_elsewhere = names
     return ties_of(member for member, _ in asked)
 
 
-def check_equal_start(
-    board: Board,
-    replicas: Replicas,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-) -> None:
-    """Raise ValueError unless the replicas of each stage have equal parameters and options."""
+def start_of(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, str]:
+    """Return what replicas must have in common when they start: weights and options."""
     # without module buffers, which belong to each replica
-    mine = {repr(name): digest_of(p) for name, p in module.named_parameters()}
+    values = {repr(name): digest_of(p) for name, p in module.named_parameters()}
     for g, group in enumerate([] if optimizer is None else optimizer.param_groups):
         for name, value in sorted(group.items()):
             if name != "params":
-                mine[f"{_OPTION}{name!r} of parameter group {g}"] = _shown(value)
-    whole = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
-    wholes = board.exchange_json("comparing weights", whole)
+                values[f"{_OPTION}{name!r} of parameter group {g}"] = _shown(value)
+    return values
+
+
+def check_equal_start(of_ranks: Sequence[Mapping[str, Any]], replicas: Replicas) -> None:
+    """Raise ValueError unless the replicas of each stage have equal parameters and options."""
     for k in range(replicas.stages):
         first, *others = replicas.ranks_of(k)
         for other in others:
-            if wholes[other] != wholes[first]:
-                found = board.exchange_json("comparing keys", mine)
-                raise ValueError(_difference(k, first, other, found[first], found[other]))
+            a, b = of_ranks[first]["start"], of_ranks[other]["start"]
+            if [*a.items()] != [*b.items()]:
+                raise ValueError(
+                    f"stage: the replicas of stage {k} must start from the same weights and "
+                    f"options; {_difference(first, other, a, b)}"
+                )
 
 
 def _shown(value: object) -> str:
@@ -154,14 +152,13 @@ def _shown(value: object) -> str:
     return f"a {type(value).__qualname__}" if " at 0x" in text else text
 
 
-def _difference(stage: int, first: int, other: int, a: dict[str, str], b: dict[str, str]) -> str:
-    where = f"stage: the replicas of stage {stage} must start from the same weights and options; "
+def _difference(first: int, other: int, a: dict[str, str], b: dict[str, str]) -> str:
     for key in [*a, *b]:
         if key not in a or key not in b:
             has, has_not = (first, other) if key in a else (other, first)
-            return f"{where}rank {has} has {key}, and rank {has_not} has not"
+            return f"rank {has} has {key}, and rank {has_not} has not"
         if a[key] != b[key] and key.startswith(_OPTION):
-            return f"{where}{key} is {a[key]} on rank {first} and {b[key]} on rank {other}"
+            return f"{key} is {a[key]} on rank {first} and {b[key]} on rank {other}"
         if a[key] != b[key]:
-            return f"{where}{key} of rank {first} is not that of rank {other}"
-    return f"{where}rank {first} and rank {other} have their parameters in another order"
+            return f"{key} of rank {first} is not that of rank {other}"
+    return f"rank {first} and rank {other} have their parameters in another order"

@@ -24,6 +24,7 @@ from inspect import GEN_SUSPENDED, getgeneratorstate
 from math import inf
 from time import monotonic
 from typing import Any, NoReturn
+from uuid import uuid4
 from weakref import WeakSet
 
 from torch.distributed import DistNetworkError
@@ -37,18 +38,12 @@ from .failures import (
     WATCHING,
     Cause,
     Heartbeat,
-    Messages,
-    Report,
     describe_error,
-    drop_report,
     find_culprit,
     is_broken_connection,
-    most_silent,
-    new_report,
-    part_of,
-    place_of,
     this_process,
     wake_stopped,
+    write_report,
 )
 from .store import CONNECT_SECONDS, connection
 
@@ -68,16 +63,14 @@ class Board:
         self.changed = threading.Condition()  # notified when a condition of ``wait`` may hold
         self.interval = min(max(timeout / 20, 0.02), 1.0)  # seconds between two heartbeats
         self._check_interval = max(0.05, ranks / 1000)  # seconds between two checks for a failure
-        self.waits: tuple[int | None, str, float] | None = None  # peer (None: all), what, since
         self.cause: Cause | None = None
         self.aborts: list[Callable[[], None]] = []  # after a failure, to end waits for the device
         self.disconnects: list[Callable[[], None]] = []  # the same for gloo; these do not block
         self._threads: list[threading.Thread] = []
         self.calling_back: set[int] = set()  # gloo's collectives, which call Python when they end
         self.latest_run: Callable[[], object] = lambda: None
-        self.under_way: dict[int, tuple[str, float]] = {}  # collectives, and when they began
         self._steps: deque[tuple[tuple[object, ...], float]] = deque(maxlen=LAST)
-        self._messages: Messages = list
+        self._report = ""  # the path of the report of ``cause``
         self._error = ""  # the traceback of this rank's own exception
         self._failure = ""  # an error of this rank inside ``together``
         self._waits_for_progress = False  # whether a rank that makes progress may pass the deadline
@@ -85,7 +78,6 @@ class Board:
         self._others = [r for r in range(ranks) if r != rank]
         self._keys = [f"beat/{r}" for r in range(ranks)]
         self._shared: tuple[int, list[object]] = 0, []  # values for all ranks: count, and last two
-        self._complete = 0  # number of values that all ranks have shared
         self.beats = [Heartbeat(b"", monotonic())] * ranks
         self._forget()
         _BOARDS.add(self)
@@ -96,15 +88,14 @@ class Board:
             outlived = store.check([key]) and store.get(key) != b""
             # a connection of its own: rendezvous of process groups block the given one
             self._store = connection(store, CONNECT_SECONDS, timeout)
-            self._report = Report(self._store, rank)
             for each in self._keys:  # reading a missing key would block
                 self._store.compare_set(each, "", "")
-            self.cause = Cause.read(self._store.compare_set(FAILED, "", ""), ranks)
+            self._store.compare_set(FAILED, "", "")
         except RuntimeError as error:
             if not is_broken_connection(error):
                 raise
-            reason, waited = self._without_store(error).reason, monotonic() - began
-            raise RankError(rank, self.action(), 0, reason, "the store", waited) from error
+            cause, waited = self._without_store(error), monotonic() - began
+            raise self._rank_error(cause, "the store", waited) from error
         if outlived:
             raise RuntimeError(
                 "the process group's store has outlived a restart, and still has what this rank "
@@ -117,13 +108,14 @@ class Board:
         self._found: Cause | None = None  # this rank's proposal, before all agree on one
         self._listens_since: float | None = None
         self._asking: float | None = None  # when the pending store call began
+        self.waits: tuple[int | None, str, float] | None = None  # peer (None: all), what, since
         self._must_end_by = inf  # after this time the guard ends the process
         self._wake, self._over = threading.Event(), threading.Event()
 
     @contextmanager
-    def run(self, starts: bool = False, messages: Messages = list) -> Iterator[None]:
+    def run(self, starts: bool = False) -> Iterator[None]:
         """Watch the other ranks during a run, or while a pipeline is made (``starts``)."""
-        if self.cause is not None and not starts:
+        if self.cause is not None:
             raise RuntimeError(
                 f"run: an earlier run of this pipeline has failed (rank {self.cause.rank}, "
                 f"{self.cause.reason}), and what was in flight is lost; start the processes again"
@@ -135,16 +127,17 @@ class Board:
         # The store answers nobody while a rank is still connecting to it.
         self._patience = CONNECT_SECONDS if starts else min(self.timeout, self.grace)
         self._store.set_timeout(timedelta(seconds=self._patience))
-        self._messages = messages
         try:
             self.start(WATCHING[0], self._talk)
             self.start(WATCHING[1], self._guard)
             yield
             self.set_action(self._failure or ("starting" if starts else "ending the run"))
-            # Rank 0 may host the store: it leaves when the others know that all have finished.
-            self._share(None)
             to_do = "to start" if starts else "to end the run"
-            self._wait_for_all(lambda beat: beat.complete if self.rank == 0 else beat.words, to_do)
+            self._share(None)
+            self._wait_for_all(to_do)
+            self._share(None)
+            if self.rank == 0:  # it may host the store, so it leaves when all others have
+                self._wait_for_all(to_do)
             self.set_action("the caller's program")
         except BaseException as error:
             if not isinstance(error, RankError):
@@ -155,8 +148,8 @@ class Board:
                 cause = self._agree(mine)
                 if aborted and cause.rank != self.rank and isinstance(error, Exception):
                     self._raise(cause, None, 0.0, error)  # the abort caused this error
-                if cause.report:
-                    error.add_note(report_note(place_of(cause.report)))
+                if self._report:
+                    error.add_note(report_note(self._report))
             raise
         finally:
             self.finish()
@@ -169,7 +162,6 @@ class Board:
 
     def finish(self) -> None:
         """Wait at most ``grace`` seconds until all ranks are notified and no thread is in torch."""
-        self._messages = list
         self._over.set()
         self._wake.set()
         until = monotonic() + self.grace
@@ -178,23 +170,6 @@ class Board:
         with self.changed:
             self.changed.wait_for(lambda: not self.calling_back, max(0.0, until - monotonic()))
         self._threads = [thread for thread in self._threads if thread.is_alive()]
-
-    def leave(self, error: BaseException | None) -> None:
-        """Tell the other ranks, before Python ends, which error the program did not catch.
-
-        Also end a run that the program has left suspended.
-        """
-        run = self.latest_run()
-        if isinstance(run, Generator) and getgeneratorstate(run) == GEN_SUSPENDED:
-            run.throw(error or RuntimeError("the program has ended"))
-        elif error is not None and self.cause is None and self._others:
-            self._forget()
-            self._over.set()
-            self._found = Cause(self.rank, f"{self.action()}: {describe_error(error)}")
-            self._poll()
-            self._talk()
-            if self.cause is not None and not any(self.beats[r].knows for r in self._others):
-                drop_report(self.cause.report)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -220,9 +195,7 @@ class Board:
                 finally:
                     self.waits = None
         except RankError as report:
-            if failure is not None:
-                raise report from failure
-            raise
+            raise report from failure or report.__cause__
         if failure is not None:
             raise failure
 
@@ -236,41 +209,35 @@ class Board:
     @contextmanager
     def busy(self, what: str) -> Iterator[None]:
         """Mark this rank, inside ``together``, as not waiting for another."""
-        waits, self.waits = self.waits, None
-        before = self._steps[-1][0]
+        self.waits = None
         self.set_action(what)
         try:
             yield
         finally:
-            self.set_action(*before)
-            if waits is not None:
-                self.waits = *waits[:2], monotonic()
+            self.waits = None, what, monotonic()
 
     def exchange_json(self, what: str, mine: object) -> list[Any]:
         """Exchange a JSON value, within ``run(starts=True)``; return every rank's."""
         self.set_action(what)
         self.check()
         self._share(mine)
-        self._wait_for_all(lambda beat: beat.words)
-        words, own = self._shared[0], json.loads(json.dumps(mine))
-        return [
-            own if r == self.rank else beat.last[words - beat.words - 1]
-            for r, beat in enumerate(self.beats)
-        ]
+        self._wait_for_all()
+        shared = self._shared[0]
+        return [beat.last[shared - beat.shared - 1] for beat in self.beats]
 
-    def _share(self, word: object) -> None:
-        words, last = self._shared
-        self._shared = words + 1, [*last, word][-2:]
+    def _share(self, value: object) -> None:
+        shared, last = self._shared
+        self._shared = shared + 1, [*last, value][-2:]
 
-    def _wait_for_all(self, words: Callable[[Heartbeat], int], to_do: str = "") -> None:
-        """Wait until all others have shared as many values as this rank."""
+    def _wait_for_all(self, to_do: str = "") -> None:
+        """Wait until all have shared as many values as this rank, last this one, by the store."""
 
         def has_come(rank: int) -> bool:
-            return words(self.beats[rank]) >= self._shared[0]
+            return self.beats[rank].shared >= self._shared[0]
 
         self._listens_since = monotonic()
         self._wake.set()
-        for r in self._others:
+        for r in (*self._others, self.rank):
             self.wait(partial(has_come, r), r, f"rank {r} {to_do}" if to_do else None)
         self._listens_since = None
 
@@ -308,7 +275,8 @@ class Board:
             # Living ranks send a heartbeat per interval.
             with self.changed:
                 self.changed.wait_for(lambda: self.cause is not None, 4 * self.interval)
-            silent_one, silent = most_silent(self.beats, self.rank)
+            silent_one = min(self._others, key=lambda r: self.beats[r].heard)
+            silent = monotonic() - self.beats[silent_one].heard
             peer = silent_one if silent > 2 * self.interval else None
         if peer is not None:
             reason = f"{self.beats[peer]}: its connection was closed without a word"
@@ -322,8 +290,8 @@ class Board:
         raise self._rank_error(cause, what, waited) from error
 
     def _rank_error(self, cause: Cause, what: str | None, waited: float) -> RankError:
-        action, place = self.action(), place_of(cause.report)
-        return RankError(self.rank, action, cause.rank, cause.reason, what, waited, place)
+        action, reason = self.action(), cause.reason
+        return RankError(self.rank, action, cause.rank, reason, what, waited, self._report)
 
     def _agree(self, mine: Cause) -> Cause:
         """Propose a cause, and return the one that all ranks agree on."""
@@ -333,54 +301,42 @@ class Board:
                 self._wake.set()
                 self.changed.wait_for(lambda: self.cause is not None, self._patience / 2)
             cause = self._accept_cause(self.cause or self._without_store())
+
+            def informed(rank: int) -> bool:
+                beat, silence = self.beats[rank], 0.0 if cause.gone else 3 * self.interval
+                return beat.knows or (rank == cause.rank and monotonic() - beat.heard > silence)
+
             if self.rank == 0:  # it may host the store, so it stays until the others know
-                self.changed.wait_for(lambda: self._all_know(cause), self.grace / 2)
+                self.changed.wait_for(lambda: all(map(informed, self._others)), self.grace / 2)
         return cause
 
-    def _all_know(self, cause: Cause) -> bool:
-        now = monotonic()
-        return all(
-            beat.knows or (r == cause.rank and (cause.gone or now - beat.heard > 3 * self.interval))
-            for r, beat in enumerate(self.beats)
-            if r != self.rank
-        )
-
     def _accept_cause(self, cause: Cause) -> Cause:
-        if self.cause is None:
-            part = self._part()  # before this rank's own thread moves on
-            with self.changed:
-                if self.cause is None:
-                    now = monotonic()
-                    self._must_end_by = now + self.grace
-                    self.cause = self._report.begin(cause, part, self.beats, now + self.grace / 2)
-                    self._wake.set()
-                    self._abort()
-                    wake_stopped(self.beats[cause.rank].process)
         with self.changed:
+            if self.cause is None:
+                self._must_end_by = monotonic() + self.grace
+                beats = [*self.beats]
+                beats[self.rank] = self._beat()
+                steps = self._steps.copy()
+                self._report = write_report(cause, self.rank, beats, steps, self._error)
+                self.cause = cause
+                self._wake.set()
+                for disconnect in self.disconnects:
+                    disconnect()
+                # In parallel: an abort may wait for device work that another abort ends.
+                for abort in self.aborts:
+                    with suppress(RuntimeError):  # at shutdown Python starts no more threads
+                        self.start("spectrain abort", abort)
+                wake_stopped(self.beats[cause.rank].process)
             self.changed.notify_all()
-            assert self.cause is not None
             return self.cause
 
-    def _abort(self) -> None:
-        for disconnect in self.disconnects:
-            _tried(disconnect)
-        # In parallel: an abort may wait for device work that another abort ends.
-        for abort in self.aborts:
-            with suppress(RuntimeError):  # at shutdown Python starts no more threads
-                self.start("spectrain abort", partial(_tried, abort))
-
-    def _part(self) -> str:
-        steps = self._steps.copy()
-        try:
-            begun = self.under_way.copy().values()
-            return part_of(steps, self.waits, self._messages(), begun, self._error)
-        except Exception as error:  # the cause matters more
-            return part_of(steps, None, [], [], f"no more can be said: {describe_error(error)}")
-
     def _without_store(self, error: BaseException | None = None) -> Cause:
+        reason = "the store that it keeps does not answer"
         if isinstance(error, DistNetworkError):
-            return Cause(0, f"{self.beats[0]}: its process has ended, with the store that it kept")
-        return Cause(0, f"{self.beats[0]}: the store that it keeps does not answer")
+            reason = "its process has ended, with the store that it kept"
+        elif isinstance(error, (TypeError, ValueError)):
+            reason = f"the store has an entry that no rank of this version writes: {error}"
+        return Cause(0, f"{self.beats[0]}: {reason}")
 
     def _overdue(self) -> Cause | None:
         if held_back():  # until the instruction ends, which may never happen
@@ -401,12 +357,10 @@ class Board:
     def _talk(self) -> None:
         """Exchange heartbeats until the run is over: the talking thread."""
         try:
-            while not (self._over.is_set() and self._report.ended):
+            while not self._over.is_set():
                 self._asking = monotonic()
                 self._publish()
                 self._poll()
-                if self.cause is not None:
-                    self._report.advance(self.cause, self.beats, 3 * self.interval)
                 self._asking = None
                 self._rest()
                 self._wake.clear()
@@ -431,51 +385,33 @@ class Board:
             self._asking = None
         self._wake.wait(left)
 
-    def _publish(self) -> None:
-        waits = None if self._failure else self.waits
-        words, last = self._shared
-        knows = self.cause is not None
-        if knows:
-            self._report.post(self._part)
-        self._complete = max(self._complete, self._all_have_said())
-        busy, reported = monotonic() - self._steps[-1][1], knows and self._report.reported
-        _, _, *said = Heartbeat(
-            *(b"", 0.0, self.action(), busy, waits and waits[:2], words, last, self._complete),
-            *(knows, reported, this_process()),
+    def _beat(self) -> Heartbeat:
+        now, waits = monotonic(), None if self._failure else self.waits
+        return Heartbeat(
+            *(b"", now, self.action(), now - self._steps[-1][1], waits and waits[:2]),
+            *(*self._shared, self.cause is not None, this_process()),
         )
-        self._store.set(self._keys[self.rank], json.dumps(said))
 
-    def _all_have_said(self) -> int:
-        return min((self._shared[0], *(self.beats[r].words for r in self._others)))
+    def _publish(self) -> None:
+        _, _, *sent = self._beat()
+        self._store.set(self._keys[self.rank], json.dumps(sent))
 
     def _poll(self) -> None:
         *texts, failed = self._store.multi_get([*self._keys, FAILED])
-        now = monotonic()
-        beats = [*self.beats]
-        for r, text in enumerate(texts):
-            if text != beats[r].text:
-                try:
-                    beats[r] = Heartbeat.read(text, now, self.ranks)
-                except ValueError as error:
-                    self._found = self._found or Cause(r, f"{beats[r]}: {error}")
-        before, self.beats = self.beats, beats
-        if self._all_have_said() > self._complete:
-            self._publish()
+        now, before = monotonic(), self.beats
+        self.beats = [
+            beat if text == beat.text else Heartbeat(text, now, *json.loads(text))
+            for text, beat in zip(texts, before, strict=True)
+        ]
         # after a failure, waits also end because a rank is silent
-        if self.cause or any(a.news != b.news for a, b in zip(beats, before, strict=True)):
+        if self.cause or [each.shared for each in self.beats] != [each.shared for each in before]:
             with self.changed:
                 self.changed.notify_all()
-        mine = None if failed else self._found or self._overdue()
-        if mine is not None:
-            mine = mine._replace(found=self.rank, report=new_report())
+        if not failed and (mine := self._found or self._overdue()) is not None:
+            mine = mine._replace(report=uuid4().hex)
             failed = self._store.compare_set(FAILED, "", json.dumps(mine))
-        cause = Cause.read(failed, self.ranks)
-        if mine is not None and cause != mine:
-            drop_report(mine.report)
-        if cause is not None and cause != mine and cause.found == self.rank:
-            cause = cause._replace(found=None)  # not found here: write no file under its name
-        if cause is not None and self.cause is None:
-            self._accept_cause(cause)
+        if failed and self.cause is None:
+            self._accept_cause(Cause(*json.loads(failed)))
 
     def _guard(self) -> None:
         """End the process if its own thread is stuck: the guard thread."""
@@ -486,18 +422,12 @@ class Board:
                 self._accept_cause(self._without_store())
             # a rank that has shared nothing is still making its stages, and learns of it later
             if self._shared[0] and monotonic() > self._must_end_by:
-                cause, waits = self.cause or self._without_store(), self.waits
-                what, waited = (None, 0.0) if waits is None else (waits[1], monotonic() - waits[2])
-                error = self._rank_error(cause, what, waited)
+                assert self.cause is not None
+                _, what, since = self.waits or (None, None, monotonic())
+                error = self._rank_error(self.cause, what, monotonic() - since)
                 remark = f"this rank did not end by itself within {self.grace:.0f} s"
-                sys.stderr.write(f"{error}; {remark}\n")
-                sys.stderr.flush()
+                print(f"{error}; {remark}", file=sys.stderr, flush=True)
                 os._exit(1)
-
-
-def _tried(abort: Callable[[], None]) -> None:
-    with suppress(Exception):  # the guard ends a rank that stays stuck
-        abort()
 
 
 _BOARDS: WeakSet[Board] = WeakSet()
@@ -509,7 +439,10 @@ def _leave_all() -> None:
     # A thread that returns from torch while Python shuts down aborts the process (up to Python
     # 3.13), and the program's exit code is lost.
     for board in list(_BOARDS):
-        with suppress(BaseException):  # nobody can catch it
-            board.leave(getattr(sys, "last_value", None))
+        run = board.latest_run()
+        if isinstance(run, Generator) and getgeneratorstate(run) == GEN_SUSPENDED:
+            error = getattr(sys, "last_value", None) or RuntimeError("the program has ended")
+            with suppress(BaseException):  # nobody can catch it
+                run.throw(error)
         with suppress(BaseException), deferred():
             board.finish()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from time import monotonic
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from spectrain_ext.operators.averaging import Exchange
 from spectrain_ext.pipeline.updates import GlobalNorm
 from spectrain_ext.schedule import Replicas
 from spectrain_ext.transport import Buffer, Stream
@@ -44,8 +42,6 @@ class _Collective:
             work = begin(*tensors, group=group, async_op=True)
         assert work is not None
         self._work = work
-        nbytes = sum(each.nbytes for each in tensors if isinstance(each, Tensor))
-        board.under_way[id(self)] = f"{what}, {nbytes:,} bytes", monotonic()
         # Not work.is_completed(), which becomes true only after the future's callbacks have run.
         self._done = group is not rank_group.host  # with NCCL the stream waits
         if not self._done:
@@ -55,7 +51,6 @@ class _Collective:
     def _ended(self, _: object) -> None:
         with self._board.changed:
             self._done = True
-            self._board.under_way.pop(id(self), None)
             self._board.calling_back.discard(id(self))
             self._board.changed.notify_all()
 
@@ -65,7 +60,6 @@ class _Collective:
         self._board.wait(lambda: self._done, following, self._what)
         with self._connection_guard:
             self._work.wait()
-        self._board.under_way.pop(id(self), None)
 
 
 class _Bucket:
@@ -194,21 +188,21 @@ class GradientSum:
         return float(found)
 
 
-def weight_exchange(rank_group: RankGroup, board: Board) -> Exchange:
-    def begin(message: Tensor) -> Callable[[], Sequence[Tensor]]:
-        # Gather instead of sum: gloo's order of summation depends on the number of replicas.
-        found = [torch.empty_like(message) for _ in rank_group.ranks]
-        under_way = _Collective(
-            rank_group, board, _WEIGHTS, rank_group.device, dist.all_gather, found, message
-        )
+def exchange_weights(
+    message: Tensor, rank_group: RankGroup, board: Board
+) -> Callable[[], Sequence[Tensor]]:
+    """Begin to gather the replicas' messages; the call waits for them."""
+    # Gather instead of sum: gloo's order of summation depends on the number of replicas.
+    messages = [torch.empty_like(message) for _ in rank_group.ranks]
+    gathering = _Collective(
+        rank_group, board, _WEIGHTS, rank_group.device, dist.all_gather, messages, message
+    )
 
-        def arrived() -> Sequence[Tensor]:
-            under_way.wait()
-            return found
+    def arrived() -> Sequence[Tensor]:
+        gathering.wait()
+        return messages
 
-        return arrived
-
-    return begin
+    return arrived
 
 
 def _parts(params: Sequence[Tensor]) -> list[list[Tensor]]:

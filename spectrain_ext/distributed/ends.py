@@ -1,16 +1,17 @@
 """Sends and receives messages on an edge between two processes.
 
-A message is a frame in CPU memory: a header, and room for a body of the size that both ends have
-agreed on (at first 0). A larger body, or a new layout, follows as a separate piece. If no message
-may be larger than the first, that one sets the size, and later messages are one piece. With NCCL,
-bodies go from device to device.
+A message is a frame in CPU memory, a header and a body. A new layout follows as a piece of its own,
+and so does a body that is larger than all that were in use when the frame's receive was posted:
+gloo accepts a message that is shorter than its receive. With NCCL, bodies go from device to device.
 """
 
 from __future__ import annotations
 
+import json
 from collections import deque
-from collections.abc import Callable
-from functools import partial
+from datetime import timedelta
+from struct import Struct
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,45 +19,87 @@ from torch import Tensor
 
 from spectrain_ext.transport import Buffer, Event, Slot, Stream, callers_stream, new_stream
 from spectrain_ext.transport.local import NO_MESSAGE
-from spectrain_ext.transport.message import NO_HEADER, FlatMemory, Header, Layout, Message, likeness
+from spectrain_ext.transport.message import (
+    NO_HEADER,
+    FlatMemory,
+    Header,
+    Layout,
+    Message,
+    TensorLayout,
+    likeness,
+)
 
 from .board import Board
 from .failures import is_broken_connection
-from .links import ConnectionGuard, RemoteEdge
-from .wire import (
-    ENDLESS,
-    HEAD,
-    TAG_BODY,
-    TAG_FRAME,
-    TAG_LAYOUT,
-    Frame,
-    decode_layout,
-    encode_layout,
-)
+from .links import TAG_BODY, TAG_FRAME, TAG_LAYOUT, ConnectionGuard, RemoteEdge
 
 _CPU = torch.device("cpu")
-#: Layouts that both ends remember before they start over.
+# A header: number of the message, whether it ends the run; parts of the minibatch, value (float64),
+# samples; number of the layout and bytes of its text (0: announced before); bytes of the body, and
+# whether it follows in the same frame.
+_HEADER = Struct("=q?qdqqqq?")
+#: Layouts that both ends remember before they start over: constants may differ in every message.
 _KINDS = 4096
-_Pieces = list[tuple[Tensor, int]]  # tensors sent from CPU memory, with their tags
+# Bytes of a frame before the body, a multiple of the alignment.
+_HEAD = 256
+# A wait for gloo cannot be interrupted, and one that times out breaks all connections of its group.
+# So the board keeps the deadlines, and breaks the connections after a failure.
+_ENDLESS = timedelta(days=365)
+
+
+class _Frame(FlatMemory):
+    """CPU memory for a header and the body after it."""
+
+    def __init__(self) -> None:
+        super().__init__(_HEAD)
+
+    def write(self, number: int, header: Header | None, *sizes: int) -> None:
+        """Write the header of a message, or of the end of a run (None)."""
+        fields = header is None, *(header or NO_HEADER), *(sizes or (0, 0, 0, True))
+        _HEADER.pack_into(self.whole.numpy().data, 0, number, *fields)
+
+    def read(self, number: int) -> tuple[Header | None, int, int, int, bool]:
+        found, ends, parts, value, samples, *sizes = _HEADER.unpack_from(self.whole.numpy().data)
+        if found != number:
+            raise ValueError(f"expected message {number}, got {found}")
+        return None if ends else Header(parts, value, samples), *sizes
+
+
+def _encoded(layout: Layout) -> bytes:
+    """Encode a layout as JSON: peers are not trusted with pickle."""
+    tensors = [
+        t and (t.shape, t.stride, str(t.dtype).removeprefix("torch."), t.differentiable)
+        for t in layout.tensors
+    ]
+    return json.dumps([tensors, layout.form]).encode()
+
+
+def _decoded(text: bytes) -> Layout:
+    def tuples(read: Any) -> Any:
+        return tuple(map(tuples, read)) if isinstance(read, list) else read
+
+    tensors, form = tuples(json.loads(text))
+    layouts = (t and TensorLayout(t[0], t[1], getattr(torch, t[2]), t[3]) for t in tensors)
+    return Layout(tuple(layouts), form)
 
 
 class _Framed(Slot):
     """A message's ``memory`` on the device, and its ``frame`` in CPU memory for gloo."""
 
     layout: Layout
-    nbytes: int
+    nbytes = 0  # of the body of its last message
 
     def __init__(self, name: str, copy: Stream, user: Stream, in_frame: bool) -> None:
         super().__init__(name, copy, user)
-        self.frame = Frame()
+        self.frame = _Frame()
         if in_frame:
             self.memory = self.frame
-        self.works: list[dist.Work] | None = []  # by gloo; None: a thread will begin them
+        self.works: list[dist.Work] = []  # by gloo
         self.body: dist.Work | None = None  # by NCCL
 
 
 class _End:
-    """An end of an edge: a ring of slots, and a thread for waits that would block the rank."""
+    """An end of an edge, with a ring of slots."""
 
     def __init__(
         self, link: RemoteEdge, device: torch.device, depth: int, board: Board, user: Stream | None
@@ -74,55 +117,7 @@ class _End:
             for q in range(depth)
         )
         self._connection_guard = ConnectionGuard(board, (self._other,), link.name)
-        self._capacity = 0  # bytes of a frame for the body
-        self._error: BaseException | None = None
-
-    def _start(self, name: str, work: Callable[[], None]) -> None:
-        """Run ``work`` in a thread, whose error the rank's own thread raises."""
-
-        def guarded() -> None:
-            try:
-                with callers_stream(self.target).using():  # sets the thread's current device
-                    work()
-            except BaseException as error:
-                with self._board.changed:
-                    self._error = error
-                    self._board.changed.notify_all()
-
-        self._board.start(name, guarded)
-
-    def _until(self, ready: Callable[[], object]) -> None:
-        """In a thread that holds ``changed``: wait until ``ready()``; a failure ends the thread."""
-        self._board.changed.wait_for(lambda: ready() or self._board.cause is not None)
-        if self._board.cause is not None:
-            raise ConnectionAbortedError("the run has failed")
-
-    def _wait_for_thread(self, done: Callable[[], bool]) -> None:
-        name = self.link.name
-        self._board.wait(lambda: done() or self._error is not None, self._other, name)
-        if done():
-            return
-        error = self._error
-        assert error is not None
-        if self._board.cause is not None or is_broken_connection(error):
-            self._board.lost(self._other, name, error)
-        if isinstance(error, ValueError):
-            raise ValueError(f"{name}: {error}") from error
-        raise error
-
-    def _sent_part(self, frame: Frame) -> Tensor:
-        """Return the part of the frame that is sent, allocated if need be."""
-        frame.fit(self._capacity, _CPU, self._pinned)
-        return frame.whole[: HEAD + self._capacity]
-
-    # Not dist.isend and dist.irecv, whose checks take longer than the call itself when a backward
-    # has emptied the caches.
-
-    def _send(self, tensor: Tensor, tag: int) -> dist.Work:
-        return self.link.host.send([tensor], self._peer, self.link.tags + tag)
-
-    def _receive(self, tensor: Tensor, tag: int) -> dist.Work:
-        return self.link.host.recv([tensor], self._peer, self.link.tags + tag)
+        self._capacity = 0  # bytes of a posted frame for the body
 
 
 class RemoteReceiver(_End):
@@ -140,56 +135,54 @@ class RemoteReceiver(_End):
         super().__init__(link, device, depth, board, receiver)
         self._receiver = receiver
         self._landed = self._thread.event()
+        self._heard = 0  # messages
         self._layouts: list[Layout] = []
-        self._heard = self._posted = 0
         self._arrived: deque[_Framed | None] = deque()  # None: the end of the run
-
-    def counts(self) -> dict[str, int]:
-        """Return message counts for a report; safe to call from any thread."""
-        heard = self._heard
-        posted, used = self._posted - heard, heard - len(self._arrived)
-        return {"received": heard, "used": used, "receives posted": posted}
+        self._error: BaseException | None = None  # of the thread
 
     # The receiving thread
 
     def begin(self) -> None:
         """Receive messages until the end of a run."""
-        self._start(self.link.name, self._listen)
+        if not self.link.evaluates:
+            for slot in self._ring:
+                if not slot.works:
+                    self._post(slot)
+        self._board.start(self.link.name, self._listen)
 
     def _listen(self) -> None:
-        while True:
-            slot = self._take()
-            with self._board.changed:
-                self._arrived.append(slot)
-                self._board.changed.notify_all()
-            if slot is None:
-                return
+        changed, ended = self._board.changed, False
+        try:
+            with callers_stream(self.target).using():  # sets the thread's current device
+                while not ended:
+                    slot = self._take()
+                    ended = slot is None
+                    with changed:
+                        self._arrived.append(slot)
+                        changed.notify_all()
+        except BaseException as error:
+            with changed:
+                self._error = error
+                changed.notify_all()
 
     def _take(self) -> _Framed | None:
         """Receive the next message, except a body that goes from device to device."""
         slot = self._next_slot()
-        header, number, length, nbytes = slot.frame.read(self._heard)
+        header, kind, length, nbytes, inside = slot.frame.read(self._heard)
         self._heard += 1
         if header is None:
             self._recycle(slot)
             return None
         if length:
             text = torch.empty(length, dtype=torch.uint8)
-            self._receive(text, TAG_LAYOUT).wait(ENDLESS)
-            self._layouts[number:] = [decode_layout(text.numpy().tobytes())]
-        layout = self._layouts[number]
-        if not layout.places()[1] <= nbytes <= (self._capacity or nbytes):
-            raise ValueError(f"the peer announced {layout} and sends {nbytes} bytes")
-        slot.header, slot.layout, slot.nbytes = header, layout, nbytes
+            self._receive(text, TAG_LAYOUT).wait(_ENDLESS)
+            self._layouts[kind:] = [_decoded(text.numpy().tobytes())]
+        slot.header, slot.layout, slot.nbytes = header, self._layouts[kind], nbytes
         if self.link.by_host:
-            if nbytes > self._capacity:
+            if not inside:
                 slot.frame.fit(nbytes, _CPU, self._pinned)
-                self._receive(slot.frame.bytes[:nbytes], TAG_BODY).wait(ENDLESS)
-                if not self.link.dynamic:
-                    with self._board.changed:
-                        self._capacity = nbytes
-                        for waiting in self._ring:
-                            self._post(waiting)
+                self._receive(slot.frame.bytes[:nbytes], TAG_BODY).wait(_ENDLESS)
+            self._capacity = max(self._capacity, nbytes)
             if self.link.staged:
                 self._load(slot)
         return slot
@@ -207,30 +200,44 @@ class RemoteReceiver(_End):
         self._thread.wait(slot.arrived)  # then gloo may overwrite the frame
 
     def _next_slot(self) -> _Framed:
-        with self._board.changed:
-            self._until(lambda: self._ring)
+        board = self._board
+        with board.changed:
+            board.changed.wait_for(lambda: self._ring or board.cause is not None)
+            if board.cause is not None:
+                raise ConnectionAbortedError("the run has failed")
             slot = self._ring.popleft()
         if not slot.works:
             self._post(slot)
-        assert slot.works
-        slot.works.pop().wait(ENDLESS)
+        slot.works.pop().wait(_ENDLESS)
         return slot
 
     def _recycle(self, slot: _Framed) -> None:
         with self._board.changed:
-            if self._capacity:
+            if not self.link.evaluates:
                 self._post(slot)
             self._ring.append(slot)
             self._board.changed.notify_all()
 
     def _post(self, slot: _Framed) -> None:
-        slot.works = [self._receive(self._sent_part(slot.frame), TAG_FRAME)]
-        self._posted += 1
+        slot.frame.fit(self._capacity, _CPU, self._pinned)
+        slot.works = [self._receive(slot.frame.whole, TAG_FRAME)]
+
+    def _receive(self, tensor: Tensor, tag: int) -> dist.Work:
+        # Not dist.irecv, nor dist.isend below, whose checks take longer than the call itself when a
+        # backward has emptied the caches.
+        return self.link.host.recv([tensor], self._peer, self.link.tags + tag)
 
     # The rank's own thread
 
     def receive(self) -> Slot | None:
-        self._wait_for_thread(lambda: bool(self._arrived))
+        board, name = self._board, self.link.name
+        board.wait(lambda: bool(self._arrived or self._error), self._other, name)
+        if not self._arrived:
+            error = self._error
+            assert error is not None
+            if board.cause is not None or is_broken_connection(error):
+                board.lost(self._other, name, error)
+            raise error
         slot = self._arrived.popleft()
         if slot is None:
             return None
@@ -277,22 +284,21 @@ class RemoteSender(_End):
             packed = FlatMemory()  # shared by all slots: one message is staged at a time
             for slot in self._ring:
                 slot.memory = packed
-        self._jobs: deque[tuple[_Framed, _Pieces, bool]] | None = None
-        self._sent = self._last_bytes = self.sent_bytes = 0
-        self._kinds: dict[object, tuple[Layout, int, int]] = {}  # announced layouts
-        self._first: Layout | None = None
-
-    def counts(self) -> dict[str, int]:
-        waiting = sum(slot.works is None for slot in self._ring.copy())
-        more = {"waiting for the device": waiting} if self.link.staged else {}
-        return {"sent": self._sent, "bytes of the last": self._last_bytes, **more}
+        self._sent = self.sent_bytes = 0
+        self._kinds: dict[object, tuple[int, Layout, int]] = {}  # number, layout, bytes
 
     def send(
         self, message: Message, source: Buffer, *ready: Event, header: Header = NO_HEADER
     ) -> Event:
-        (layout, number, nbytes), text = self._kind_of(message)
-        link, copy, slot = self.link, self.stream, self._next_slot()
-        self._last_bytes = nbytes
+        link, copy, slot, text = self.link, self.stream, self._next_slot(), b""
+        looks = (*likeness(message.tensors), *message[1:])
+        if looks not in self._kinds:
+            if len(self._kinds) == _KINDS:
+                self._kinds.clear()
+            layout = Layout.of(message)
+            text = _encoded(layout)
+            self._kinds[looks] = len(self._kinds), layout, layout.places()[1]
+        kind, layout, nbytes = self._kinds[looks]
         self.sent_bytes += message.nbytes
         for event in ready:
             copy.wait(event)
@@ -316,101 +322,54 @@ class RemoteSender(_End):
             body = slot.memory.bytes[:nbytes]
             with copy.using(), self._connection_guard:
                 slot.body = dist.isend(body, link.peer, group=link.device, tag=TAG_BODY)
-        slot.frame.write(self._sent, header, number, len(text), nbytes)
-        pieces = [(slot.frame.whole[: HEAD + self._capacity], TAG_FRAME)]
+        inside = link.by_host and nbytes <= self._capacity
+        slot.frame.write(self._sent, header, kind, len(text), nbytes, inside)
+        pieces = [(slot.frame.whole[: _HEAD + (nbytes if inside else 0)], TAG_FRAME)]
         if text:
             pieces.append((torch.frombuffer(bytearray(text), dtype=torch.uint8), TAG_LAYOUT))
-        if link.by_host and nbytes > self._capacity:
+        if link.by_host and not inside:
             pieces.append((slot.frame.bytes[:nbytes], TAG_BODY))
-            if not link.dynamic:
-                self._capacity = nbytes
+        slot.nbytes = nbytes
         self._hand_over(slot, pieces)
         return slot.arrived
 
-    def _kind_of(self, message: Message) -> tuple[tuple[Layout, int, int], bytes]:
-        """Return the layout, its number and the body's bytes; and the layout's text if new."""
-        tensors, *form = message
-        looks = (*likeness(tensors), *form)
-        kind = self._kinds.get(looks)
-        if kind is not None:
-            return kind, b""
-        layout = Layout.of(message)
-        if len(self._kinds) == _KINDS:  # constants may differ in every message
-            self._kinds.clear()
-        kind = layout, len(self._kinds), self._checked_bytes(layout)
-        self._kinds[looks] = kind
-        return kind, encode_layout(layout)
-
-    def _checked_bytes(self, layout: Layout) -> int:
-        if self.link.dynamic:
-            return layout.places()[1]
-        # an empty first message comes from a stage with nothing to train
-        if self._first is None or not self._first.places()[1]:
-            self._first = layout
-        if not self._first.shrinks_to(layout):
-            raise ValueError(
-                f"{self.link.name} was opened for {self._first}, and a later message has {layout}; "
-                "with dynamic_shapes=False every message must have the first one's tensors, "
-                "smaller at most in one dimension each"
-            )
-        return self._first.places()[1]
-
     def end(self) -> None:
         slot = self._next_slot()
-        whole = self._sent_part(slot.frame)
+        slot.frame.fit(0, _CPU, self._pinned)
         slot.frame.write(self._sent, None)
-        self._hand_over(slot, [(whole, TAG_FRAME)], last=True)
+        self._hand_over(slot, [(slot.frame.whole[:_HEAD], TAG_FRAME)])
 
     def _next_slot(self) -> _Framed:
         """Return the next slot; with a correct window its last message arrived long ago."""
         slot = self._ring[0]
         self._wait(slot)
+        # The receive of the next message was posted after the one in this slot had come.
+        if not self.link.evaluates:
+            self._capacity = max(self._capacity, slot.nbytes)
         return slot
 
     def _wait(self, slot: _Framed) -> None:
-        if slot.works is None:
-            self._wait_for_thread(lambda: slot.works is not None)
         if not slot.works:
             return
         with self._board.blocked(self._other, self.link.name), self._connection_guard:
             for work in slot.works:
-                work.wait(ENDLESS)
+                work.wait(_ENDLESS)
             if slot.body is not None:
                 with self.stream.using():  # with NCCL, only the stream waits
                     slot.body.wait()
         slot.works, slot.body = [], None
 
-    def _hand_over(self, slot: _Framed, pieces: _Pieces, last: bool = False) -> None:
+    def _hand_over(self, slot: _Framed, pieces: list[tuple[Tensor, int]]) -> None:
+        """Let gloo send tensors in CPU memory, with these tags."""
         self._sent += 1
         self._ring.rotate(-1)
-        if not self.link.staged:
-            with self._connection_guard:
-                slot.works = [self._send(*piece) for piece in pieces]
-            return
-        # A thread waits for the copy to CPU memory: the rank's own thread never waits for a device.
-        slot.works = None
-        if self._jobs is None:
-            self._jobs = deque()
-            self._start(f"staging of {self.link.name}", partial(self._send_staged, self._jobs))
-        with self._board.changed:
-            self._jobs.append((slot, pieces, last))
-            self._board.changed.notify_all()
-        if last:
-            self._jobs = None
-
-    def _send_staged(self, jobs: deque[tuple[_Framed, _Pieces, bool]]) -> None:
-        last = False
-        while not last:
-            with self._board.changed:
-                self._until(lambda: jobs)
-                slot, pieces, last = jobs.popleft()
+        if self.link.staged:  # the rank waits for the copy to CPU memory
             self._thread.wait(slot.arrived)
             self._thread.reads(slot.buffer)
             self._thread.record(slot.free)
-            works = [self._send(*piece) for piece in pieces]
-            with self._board.changed:
-                slot.works = works
-                self._board.changed.notify_all()
+        host, tags = self.link.host, self.link.tags
+        with self._connection_guard:
+            slot.works = [host.send([tensor], self._peer, tags + tag) for tensor, tag in pieces]
 
     def flush(self) -> None:
         for slot in self._ring:

@@ -1,8 +1,7 @@
-"""Finds which rank a wait is stuck on, and writes one text file about all ranks of a failure."""
+"""Finds which rank a wait is stuck on, and writes a report of a failure."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -10,15 +9,13 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from math import inf
-from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
-
-from torch.distributed.distributed_c10d import Store
+from uuid import uuid4
 
 #: Instructions that a rank remembers, and characters of its stacks.
 LAST = 32
@@ -27,37 +24,14 @@ STACK_CHARACTERS = 2**15
 #: Names of the threads that watch, which reports leave out.
 WATCHING = ("spectrain board", "spectrain guard")
 
-#: Returns the message counts of each edge that begins or ends at this rank.
-Messages = Callable[[], Sequence[tuple[str, Mapping[str, int]]]]
-_NOBODYS = "no rank of this version has written: "
-
-
-def _decoded(text: bytes) -> Any:
-    """Return the JSON value, or None if the text is not JSON."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
 
 class Cause(NamedTuple):
     """The rank that failed first, and why."""
 
     rank: int
     reason: str
-    found: int | None = None  # the rank that found it; None: each by itself, without the store
-    report: str = ""  # "host:path" of the file that the finder writes
+    report: str = ""  # the random part of the report's name
     gone: bool = False  # its connections have broken, so it sends no more heartbeats
-
-    @staticmethod
-    def read(text: bytes, ranks: int) -> Cause | None:
-        """Return the cause in an entry of the store; a damaged entry is a cause, too."""
-        match _decoded(text):
-            case [int(rank), str(reason), int() | None as found, str(report), bool(gone)] if (
-                0 <= rank < ranks and (found is None or 0 <= found < ranks)
-            ):
-                return Cause(rank, reason, found, report, gone)
-        return Cause(0, f"the store has a failure that {_NOBODYS}{text!r:.200}") if text else None
 
 
 class Heartbeat(NamedTuple):
@@ -68,35 +42,10 @@ class Heartbeat(NamedTuple):
     doing: str = "starting"
     busy: float = 0.0  # seconds since it began that
     waits: Sequence[Any] | None = None  # for which rank (None: all), and on which edge
-    words: int = 0  # number of values it has shared, see ``Board.exchange_json``
+    shared: int = 0  # number of values it has shared, see ``Board.exchange_json``
     last: Sequence[Any] = ()  # the last two of them
-    complete: int = 0  # number of values that all ranks have shared, to its knowledge
-    knows: bool = False  # of a failure, and has posted its part of the report
-    reported: bool = False  # the report is written, to its knowledge
+    knows: bool = False  # of a failure
     process: Sequence[Any] = ()  # see ``this_process``
-
-    @staticmethod
-    def read(text: bytes, heard: float, ranks: int) -> Heartbeat:
-        """Return the heartbeat in an entry of the store; ValueError if the entry is damaged."""
-        match _decoded(text):
-            case [
-                str(),
-                float(),
-                None | [int() | None, str()] as waits,
-                int(),
-                list(),
-                int(),
-                bool(),
-                bool(),
-                [str(), int(), int()],
-            ] as said if not waits or 0 <= (waits[0] or 0) < ranks:
-                return Heartbeat(text, heard, *said)
-        raise ValueError(f"the store has a heartbeat of it that {_NOBODYS}{text!r:.200}")
-
-    @property
-    def news(self) -> tuple[int, int, bool]:
-        """The fields that other ranks wait for."""
-        return self.words, self.complete, self.knows
 
     def __str__(self) -> str:
         return f"last known in {self.doing}"
@@ -131,19 +80,9 @@ def wake_stopped(process: Sequence[Any]) -> None:
     Only if the same launcher started it. A stopped process does not receive torchrun's SIGTERM, and
     SIGKILL follows only after 30 s, whatever ``--shutdown-timeout`` is (torch 2.13).
     """
-    host, launcher, _ = this_process()
-    if list(process[:2]) != [host, launcher]:
-        return
-    with suppress(OSError):  # the process has ended, or the system has no /proc
-        about = Path(f"/proc/{process[2]}/stat").read_text().rpartition(")")[2].split()
-        if about[:2] == ["T", str(launcher)]:
+    if list(process[:2]) == this_process()[:2]:
+        with suppress(OSError):  # the process has ended
             os.kill(process[2], signal.SIGCONT)
-
-
-def most_silent(beats: Sequence[Heartbeat], me: int) -> tuple[int, float]:
-    """Return the other rank with the oldest heartbeat, and its age in seconds."""
-    rank = min((r for r in range(len(beats)) if r != me), key=lambda r: beats[r].heard)
-    return rank, monotonic() - beats[rank].heard
 
 
 def find_culprit(
@@ -179,202 +118,59 @@ def find_culprit(
 
 def _rank_all_wait_for(beats: Sequence[Heartbeat], me: int, patience: float) -> int:
     """Return the rank that all wait for: a silent one, else one that waits for the fewest."""
-    rank, silent = most_silent(beats, me)
-    if silent > patience:
-        return rank
 
-    def free(r: int) -> int:
-        waits = beats[r].waits
-        return 0 if waits is None else 1 if waits[0] is not None else 2
+    def order(r: int) -> tuple[float, int]:
+        silent, waits = monotonic() - beats[r].heard, beats[r].waits
+        return -max(silent, patience), 0 if waits is None else 1 if waits[0] is not None else 2
 
-    return min((r for r in range(len(beats)) if r != me), key=free)
+    return min((r for r in range(len(beats)) if r != me), key=order)
 
 
 # The report
 
 
-class Report:
-    """One rank's part of a failure report.
-
-    Each rank posts its part to the store, and the rank that found the cause writes the file. Where
-    the store does not answer, every rank writes a file of its own.
-    """
-
-    def __init__(self, store: Store, rank: int) -> None:
-        self._store, self._rank = store, rank
-        self.reported = self.ended = True  # until a report begins
-        self._own = ""
-        self._posted, self._until = False, 0.0
-        self._parts: dict[int, str | bytes] = {}
-        self._written = 0  # number of parts in the file
-
-    def begin(self, cause: Cause, own: str, beats: Sequence[Heartbeat], until: float) -> Cause:
-        """Begin a report of this cause; return the cause, with a path where it had none."""
-        self._own, self._parts, self._until = own, {self._rank: own}, until
-        self.reported = self.ended = cause.found is None
-        if self.ended:
-            cause = cause._replace(report=new_report())
-            _write(self._rank, cause, self._parts, beats)
-        return cause
-
-    def post(self, own: Callable[[], str]) -> None:
-        """Post this rank's part once: the one made when the cause became known, if there is one."""
-        if not self._posted:
-            self._store.set(f"part/{self._rank}", self._own or own())
-            self._posted = True
-
-    def advance(self, cause: Cause, beats: Sequence[Heartbeat], patience: float) -> None:
-        """Write the parts that have arrived, or note that the report is complete."""
-        if self.ended:
-            return
-        late = monotonic() > self._until
-        if cause.found == self._rank:
-            self._collect(cause, beats, patience, late)
-        elif cause.found is not None:
-            self.reported = late or beats[cause.found].reported
-        # Rank 0 may host the store, so it leaves last.
-        stays = any(beat.knows and not beat.reported for beat in beats[1:]) and self._rank == 0
-        self.ended = late or (self.reported and not stays)
-
-    def _collect(
-        self, cause: Cause, beats: Sequence[Heartbeat], patience: float, late: bool
-    ) -> None:
-        new = [r for r, beat in enumerate(beats) if beat.knows and r not in self._parts]
-        if new:
-            self._parts |= zip(new, self._store.multi_get([f"part/{r}" for r in new]), strict=True)
-        awaited = any(
-            beat.text and monotonic() - beat.heard < patience
-            for r, beat in enumerate(beats)
-            if r not in self._parts and not (cause.gone and r == cause.rank)
-        )
-        self.reported = late or not awaited
-        if self.reported or len(self._parts) > self._written:
-            self._written = len(self._parts)
-            _write(self._rank, cause, self._parts, beats)
-
-
-def new_report() -> str:
-    """Make an empty file that only this user can read; return "host:path", or "" on failure."""
-    try:
-        handle, path = tempfile.mkstemp(".txt", "spectrain-failure-")
-        os.close(handle)
-    except OSError:
-        return ""
-    return f"{socket.gethostname()}:{path}"
-
-
-def place_of(report: str) -> str:
-    """Return the report's path, without the machine's name if it is this one."""
-    return report.removeprefix(f"{socket.gethostname()}:")
-
-
-def drop_report(report: str) -> None:
-    if report:
-        with suppress(OSError):
-            os.unlink(place_of(report))
-
-
-def part_of(
-    steps: Sequence[tuple[tuple[object, ...], float]],
-    waits: tuple[int | None, str, float] | None,
-    messages: Sequence[tuple[str, Mapping[str, int]]],
-    collectives: Iterable[tuple[str, float]],
+def write_report(
+    cause: Cause,
+    rank: int,
+    beats: Sequence[Heartbeat],
+    steps: Iterable[tuple[tuple[object, ...], float]],
     error: str,
 ) -> str:
-    """Return a rank's state as JSON; times are relative to now."""
-    now = monotonic()
-    state = f"{_words(steps[-1][0])}, for {now - steps[-1][1]:.3f} s"
-    if waits is not None:
-        state += f"; waits for {waits[1]}, for {now - waits[2]:.3f} s"
-    said = {
-        "process": f"host {socket.gethostname()}, process {os.getpid()}",
-        "state": state,
-        "messages": messages,
-        "collectives": [f"{what}, for {now - began:.3f} s" for what, began in collectives],
-        "steps": [f"{now - began:10.3f} s  {_words(what)}" for what, began in steps],
-        "error": error[-STACK_CHARACTERS:],
-        "stacks": _stacks()[:STACK_CHARACTERS],
-    }
-    return json.dumps(said)
-
-
-def _words(what: tuple[object, ...]) -> str:
-    return " ".join(map(str, what))
+    """Append what this rank knows to its machine's file; return the file's path, "" on failure."""
+    now, when = monotonic(), datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    where = f"process {os.getpid()} on {socket.gethostname()}, {when}"
+    lines = [f"{'=' * 30} rank {rank} of {len(beats)}: {where}"]
+    lines += [f"First cause: rank {cause.rank}, {cause.reason}", "\nRanks: what they do"]
+    for r, beat in enumerate(beats):
+        silent = now - beat.heard
+        row = f"  {r}  {beat.doing}, for {beat.busy + silent:.3f} s"
+        if beat.waits is not None:
+            row += f"; waits for {beat.waits[1]}"
+        if r != rank:
+            row += f"; heard {silent:.3f} s ago" if beat.text else "; not heard of yet"
+        lines.append(row)
+    lines.append("\nlast instructions, and how long ago they began")
+    lines += [f"{now - began:10.3f} s  {' '.join(map(str, step))}" for step, began in steps]
+    if error:
+        lines.append(f"\nits exception\n{error[-STACK_CHARACTERS:]}")
+    lines.append(f"\nPython stacks\n{_stacks()[:STACK_CHARACTERS]}\n\n")
+    name = cause.report if cause.report.isalnum() else uuid4().hex  # may be anybody's entry
+    try:
+        path = os.path.join(tempfile.gettempdir(), f"spectrain-failure-{name}.txt")
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        with open(handle, "ab", buffering=0) as file:  # at once: other ranks append, too
+            file.write("\n".join(lines).encode(errors="replace"))
+    except OSError:
+        return ""
+    return path
 
 
 def _stacks() -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
-    found = sorted(sys._current_frames().items(), key=lambda each: each[0] != main)
+    frames = sorted(sys._current_frames().items(), key=lambda each: each[0] != main)
     return "\n".join(
         f"thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame, 64))}"
-        for ident, frame in found
+        for ident, frame in frames
         if names.get(ident) not in WATCHING
     )
-
-
-def _write(
-    rank: int, cause: Cause, parts: Mapping[int, str | bytes], beats: Sequence[Heartbeat]
-) -> None:
-    """Replace the file atomically by what is known now."""
-    path = place_of(cause.report)
-    if not path:
-        return
-    with suppress(Exception):  # the report must not hide the cause
-        read: dict[int, Any] = {}
-        for r, part in sorted(parts.items()):
-            with suppress(Exception):  # a damaged part
-                said = json.loads(part)
-                list(_lines(rank, cause, {r: said}, beats))
-                read[r] = said
-        text = "\n".join([*_lines(rank, cause, read, beats), ""])
-        handle, fresh = tempfile.mkstemp(".partial", "spectrain-failure-", os.path.dirname(path))
-        try:
-            with open(handle, "w", encoding="utf-8", errors="replace") as file:
-                file.write(text)
-            os.replace(fresh, path)
-        except OSError:
-            os.unlink(fresh)
-
-
-def _lines(
-    rank: int, cause: Cause, parts: Mapping[int, Any], beats: Sequence[Heartbeat]
-) -> Iterator[str]:
-    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    yield f"A pipeline over {len(beats)} processes has failed."
-    yield f"First cause: rank {cause.rank}, {cause.reason}"
-    yield f"Written by rank {rank} at {when}; each rank speaks of when it learnt of the failure."
-    yield "\nRanks: what they do"
-    for r, beat in enumerate(beats):
-        state = "has not been heard of"
-        if r in parts:
-            state = parts[r]["state"]
-        elif beat.text:
-            ago = monotonic() - beat.heard
-            state = f"does not answer; {ago:.3f} s ago it said: {beat.doing}"
-        yield f"  {r}  {state}"
-    yield "\nMessages, as the ends of each edge have counted them since it was opened"
-    yield from _edges(parts.values()) or ["  none: no run has begun"]
-    yield "\nCollectives that have begun and not ended"
-    pending = [f"  rank {r}: {each}" for r, part in parts.items() for each in part["collectives"]]
-    yield from pending or ["  none"]
-    for r, part in parts.items():
-        yield f"\n{'=' * 30} rank {r}: {part['process']}"
-        yield "\n".join(["\nlast instructions, and how long ago they began", *part["steps"]])
-        if part["error"]:
-            yield f"\nits exception\n{part['error']}"
-        yield f"\nPython stacks\n{part['stacks']}"
-
-
-def _edges(parts: Iterable[Any]) -> list[str]:
-    ends: dict[str, dict[str, int]] = {}
-    found = [each for part in parts for each in part["messages"]]
-    for name, counts in sorted(found, key=lambda each: (each[0], "sent" not in each[1])):
-        ends.setdefault(name, {}).update(counts)
-    lines = []
-    for name, counts in ends.items():
-        line = ", ".join(f"{what} {count:,}" for what, count in counts.items())
-        if {"sent", "used"} <= counts.keys() and counts["sent"] > counts["used"]:
-            line += f"; PENDING: {counts['sent'] - counts['used']}"
-        lines.append(f"  {name}: {line}")
-    return lines

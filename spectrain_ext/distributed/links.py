@@ -13,25 +13,25 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from spectrain_ext.pipeline.edges import TIED, Traffic
+from spectrain_ext.pipeline.edges import Traffic
+from spectrain_ext.pipeline.processes import Ends
 from spectrain_ext.pipeline.ties import TiedStages
 from spectrain_ext.schedule import Replicas
 from spectrain_ext.transport.streams import callers_stream
 
 from .board import Board
 from .failures import is_broken_connection
-from .wire import TAG_NEVER, TAGS
 
 #: The most multiprocessors that an NCCL message occupies at either end. A kernel occupies them
 #: until its counterpart at the other end runs, so the kernels of all edges must fit on a device
 #: together; one that cannot start blocks another device. NCCL's own choice is larger on fast links
-#: (2.30: two per NVLink), and it rounds up to a power of two. Not measured.
+#: (2.30: two per NVLink), and it rounds up to a power of two. NCCL_MAX_CTAS in the environment
+#: takes precedence. Not measured.
 CHANNELS = 4
-_BOUNDS = frozenset(
-    f"NCCL_{end}_{what}"
-    for end in ("MIN", "MAX")
-    for what in ("CTAS", "NCHANNELS", "P2P_NCHANNELS")
-)
+# The kinds of pieces of a message, all sent in one group.
+TAG_FRAME, TAG_LAYOUT, TAG_BODY = 1, 2, 3
+_TAGS = 4  # tags reserved per edge
+_TAG_NEVER = 2**16  # of no message; above all others
 _ON_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _CPU = torch.device("cpu")
 _Use = Callable[[dist.ProcessGroup, torch.device], None]
@@ -49,41 +49,47 @@ class RemoteEdge(NamedTuple):
     """One direction of messages between two processes, as both know it."""
 
     name: str  # for reports
-    what: Traffic
-    at: int  # the replica at the other end, or the number of a tie
+    ends: Ends
     stages: tuple[int, int]  # of the sender and of the receiver
     sender: int  # rank in the pipeline
     receiver: int  # rank in the pipeline
     peer: int  # the other process's rank in the default group
     host: dist.ProcessGroup  # gloo
     device: dist.ProcessGroup  # for bodies: NCCL, or the same gloo group
-    dynamic: bool  # whether later messages may be larger than the first
     staged: bool = False  # bodies go through CPU memory, because gloo cannot reach the devices
-    # Offset of the messages' tags. Training and evaluation share a group and differ in this, as
-    # gloo holds a posted receive for training during an evaluation.
-    tags: int = 0
+    # Receives of an evaluation are posted one by one, as none may remain; those of training remain
+    # posted during an evaluation.
+    evaluates: bool = False
+
+    @property
+    def what(self) -> Traffic:
+        return self.ends[0]
 
     @property
     def by_host(self) -> bool:
         """Whether bodies are sent from CPU memory."""
         return self.device is self.host
 
+    @property
+    def tags(self) -> int:
+        """The offset of the messages' tags: training and evaluation share a group."""
+        return _TAGS if self.evaluates else 0
+
 
 class Links(NamedTuple):
-    """The links of one rank; ``rank_group`` is its stage's replicas, None if it is the only one."""
+    """The links of one rank."""
 
     edges: Sequence[RemoteEdge]
-    rank_group: RankGroup | None = None
+    all_ranks: RankGroup  # only for CPU tensors
+    replicas: RankGroup | None  # of its stage; None if it is the only one
 
-    def evaluating(self) -> Links:
-        """Return links for forwards only, in the same groups, with messages of any size."""
-        return Links(
-            [
-                link._replace(dynamic=True, tags=link.tags + TAGS)
-                for link in self.edges
-                if link.what is not Traffic.TIED_GRADIENTS  # tied weights go once, at the start
-            ]
-        )
+    def evaluating(self) -> list[RemoteEdge]:
+        """Return edges for forwards only, in the same groups."""
+        return [
+            link._replace(evaluates=True)
+            for link in self.edges
+            if link.what is not Traffic.TIED_GRADIENTS  # tied weights go once, at the start
+        ]
 
 
 class ConnectionGuard:
@@ -102,14 +108,13 @@ class ConnectionGuard:
             self._board.lost(self._peer, self._what, error)
 
 
-def backend_of_bodies(board: Board, device: torch.device) -> str:
+def backend_of_bodies(gpus: Sequence[str]) -> str:
     """Return "nccl" if every rank has its own GPU and a torch with NCCL, else "gloo"."""
-    gpus = board.exchange_json("comparing GPUs", _gpu(device))
     # NCCL refuses two ranks on one GPU.
     return "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
 
 
-def _gpu(device: torch.device) -> str:
+def gpu_of(device: torch.device) -> str:
     """Identify a GPU among those of all machines; "" if NCCL cannot use it."""
     if device.type != "cuda" or not dist.is_nccl_available():
         return ""
@@ -123,10 +128,9 @@ def open_links(
     group: dist.ProcessGroup | None,
     device: torch.device,
     board: Board,
-    dynamic: bool,
-    replicas: Replicas | None = None,
-    bodies: str = "gloo",  # or "nccl", which sends them from device to device; same on all ranks
-    ties: Sequence[TiedStages] = (),
+    replicas: Replicas,
+    bodies: str,  # "gloo", or "nccl", which sends from device to device; the same on all ranks
+    ties: Sequence[TiedStages],
 ) -> Links:
     """Make a group for each directed edge of this rank, and use each once."""
     # One group per directed edge, because two directions in one would wait for each other. All
@@ -136,9 +140,9 @@ def open_links(
     # other uses it too. During training ranks could then wait in a circle for each other's first
     # uses; here the order is the same everywhere. NCCL connects per kind of operation, so an edge
     # sends a message in its direction, and replicas sum.
-    opener = _Opener(dist.get_process_group_ranks(group), board, bodies, device)
-    ranks = opener.ranks
-    replicas = Replicas((1,) * len(ranks)) if replicas is None else replicas
+    ranks = dist.get_process_group_ranks(group)
+    host = "gloo", _CPU
+    opener = _Opener(ranks, board, [host] if bodies == "gloo" else [host, (bodies, device)])
     staged = bodies == "gloo" and device.type == "cuda"
     edges: list[RemoteEdge] = []
 
@@ -158,14 +162,11 @@ def open_links(
         two = opener.open(name, (sender, receiver), message)
         if two is None:
             return
-        other = b if sender == board.rank else a
-        at, peer = other if tie is None else tie, ranks[other % replicas.ranks]
+        ends = what, a if plain else None, b if tie is None else tie
+        peer = ranks[receiver if sender == board.rank else sender]
         stages = replicas.stage_and_replica(a)[0], replicas.stage_and_replica(b)[0]
-        grows = dynamic or what in TIED
         edges.append(
-            RemoteEdge(
-                name, what, at, stages, sender, receiver, peer, two.host, two.device, grows, staged
-            )
+            RemoteEdge(name, ends, stages, sender, receiver, peer, two.host, two.device, staged)
         )
 
     for a, b in replicas.edges():
@@ -180,20 +181,14 @@ def open_links(
         link(home, copies, Traffic.TIED_WEIGHTS, n)
         if tie.trained:
             link(copies, home, Traffic.TIED_GRADIENTS, n)
-    rank_group = None
+    of_stage = None
     for k in range(replicas.stages):
         members = replicas.ranks_of(k)
         if len(members) > 1:
-            rank_group = opener.open(f"the replicas of stage {k}", members, _sum) or rank_group
-    return Links(edges, rank_group)
-
-
-def open_rank_group(group: dist.ProcessGroup | None, board: Board) -> RankGroup:
-    """Make a gloo group of all ranks."""
-    ranks = dist.get_process_group_ranks(group)
-    made = _Opener(ranks, board, "gloo", _CPU).open("all ranks", range(len(ranks)), _sum)
-    assert made is not None
-    return made
+            of_stage = opener.open(f"the replicas of stage {k}", members, _sum) or of_stage
+    all_ranks = _Opener(ranks, board, [host]).open("all ranks", range(len(ranks)), _sum)
+    assert all_ranks is not None
+    return Links(edges, all_ranks, of_stage)
 
 
 def _sum(made: dist.ProcessGroup, on: torch.device) -> None:
@@ -205,38 +200,36 @@ class _Opener(NamedTuple):
 
     ranks: list[int]
     board: Board
-    bodies: str
-    device: torch.device
+    kinds: Sequence[tuple[str, torch.device]]  # for CPU tensors, and for bodies if others
 
     def open(self, name: str, members: Sequence[int], use: _Use) -> RankGroup | None:
         """Make the groups of these ranks; None if this rank is not a member."""
-        host = self.group(name, members, "gloo", _CPU, use)
-        device = host
-        if self.bodies != "gloo":
-            device = self.group(name, members, self.bodies, self.device, use)
-        return None if host is None or device is None else RankGroup(members, host, device)
+        groups = [self._group(name, members, use, *kind) for kind in self.kinds]
+        if self.board.rank not in members:
+            return None
+        return RankGroup(members, groups[0], groups[-1])
 
-    def group(
-        self, name: str, members: Sequence[int], backend: str, device: torch.device, use: _Use
-    ) -> dist.ProcessGroup | None:
-        board, chosen = self.board, [self.ranks[r] for r in members]
+    def _group(
+        self, name: str, members: Sequence[int], use: _Use, backend: str, device: torch.device
+    ) -> dist.ProcessGroup:
+        board, others = self.board, [r for r in members if r != self.board.rank]
         # Longer than the board's, because gloo's own deadline breaks the connection.
         longer = timedelta(seconds=max(4 * board.timeout, 60.0))
-        # With a bound device NCCL connects at once, and a pair needs no second communicator.
-        bound = None if backend == "gloo" else device
-        options = None if backend == "gloo" else _options(longer, use is not _sum)
-        mine, others = board.rank in members, [r for r in members if r != board.rank]
+        settings: dict[str, Any] = {}
+        if backend != "gloo":
+            # With a bound device NCCL connects at once, and a pair needs no second communicator.
+            settings["device_id"] = device
+            settings["pg_options"] = _options(longer, use is not _sum)
         waits_for = others[0] if len(others) == 1 else None
+        mine = board.rank in members
         board.set_action("opening", name)
         waits = board.blocked(waits_for, name) if mine else nullcontext()
         with waits, ConnectionGuard(board, (), name):
             with _by_itself():
-                made = dist.new_group(
-                    chosen, timeout=longer, backend=backend, pg_options=options, device_id=bound
-                )
+                ranks = [self.ranks[r] for r in members]
+                made: dist.ProcessGroup = dist.new_group(ranks, longer, backend, **settings)
             if not mine:
-                return None
-            assert isinstance(made, dist.ProcessGroup)
+                return made
             if backend == "gloo":
                 board.disconnects.append(partial(_disconnect, made))
             else:
@@ -257,7 +250,7 @@ def _disconnect(group: dist.ProcessGroup) -> None:
     for peer in range(group.size()):
         if peer != group.rank():
             with suppress(RuntimeError):
-                group.recv([torch.empty(0)], peer, TAG_NEVER).wait(timedelta(milliseconds=1))
+                group.recv([torch.empty(0)], peer, _TAG_NEVER).wait(timedelta(milliseconds=1))
 
 
 def _options(timeout: timedelta, of_an_edge: bool) -> Any:
@@ -270,7 +263,7 @@ def _options(timeout: timedelta, of_an_edge: bool) -> Any:
     options._timeout = timeout
     # Sums keep NCCL's own number of channels: they move a whole stage's gradients during a
     # backward, and the update waits for them.
-    if of_an_edge and not _BOUNDS & os.environ.keys():
+    if of_an_edge:
         options.config.max_ctas = CHANNELS  # also limits sends and receives
     return options
 

@@ -63,7 +63,6 @@ class DistributedPipeline(Pipeline):
             use NCCL if every rank has its own GPU, else gloo through CPU memory.
         timeout: seconds that a rank waits for another before all raise ``RankError``; at least 15
             while the pipeline is made.
-        dynamic_shapes: allow messages larger than the first; smaller ones are always allowed.
 
     Attributes:
         rank: this process's rank in the group.
@@ -109,7 +108,6 @@ class DistributedPipeline(Pipeline):
         master_dtype: torch.dtype | None = None,
         recompute: bool = False,
         timeout: float = 300.0,
-        dynamic_shapes: bool = False,
         split_dim: SplitDim = 0,
         count: Callable[[Any], float | Tensor] | None = None,
         passes: Sequence[Pass] = (),
@@ -147,11 +145,7 @@ class DistributedPipeline(Pipeline):
                         "loss_fn return a pair (sum, count)"
                     )
                 clip_scope = "stage"
-            settings = {
-                "dynamic_shapes": dynamic_shapes,
-                "clip_scope": clip_scope,
-                "split_dim": repr(split_dim),
-            }
+            settings = {"clip_scope": clip_scope, "split_dim": repr(split_dim)}
             self._processes = Ranks(group, board, all_replicas, own_passes, clip_norm, settings)
             self.replicas, self.replica = all_replicas.counts, self._processes.replica
             devices = None if device is None else [device] * len(modules)
@@ -195,7 +189,7 @@ class DistributedPipeline(Pipeline):
 
         Raises:
             RankError: another rank failed or kept this one waiting too long. Every rank then ends
-                with the same first cause and the path of one report. A watchdog ends a rank that is
+                with the same first cause and the path of a report. A watchdog ends a rank that is
                 stuck: it writes to stderr and exits with code 1.
             ValueError: rank 0 has no batches, or its loader gives each process only a part of the
                 samples (the message names its sampler).
@@ -222,9 +216,7 @@ class DistributedPipeline(Pipeline):
 
     def _gather_from_ranks(self, make: Callable[[], Any], doing: str) -> list[Any]:
         with self.together(doing):
-            hosts = self._processes.all_ranks().host
-            self._board.set_action(doing)
-            with Peers(hosts, self._board.busy).attempt(doing) as found:
+            with Peers(self._processes.all_ranks.host, self._board.busy).attempt(doing) as found:
                 found.append(make())
             return found
 
@@ -257,7 +249,7 @@ class DistributedPipeline(Pipeline):
     def together(self, what: str) -> AbstractContextManager[None]:
         """Watch the other ranks during work that all ranks do together between two runs.
 
-        If a rank fails or keeps the others waiting, all of them end with one report, as in a run.
+        If a rank fails or keeps the others waiting, all of them end as in a run.
         All ranks enter it, in the same order. Checkpoints use it.
 
         Raises:

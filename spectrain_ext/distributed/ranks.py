@@ -13,11 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spectrain_ext.method import Method, check_replicas, phases_of
-from spectrain_ext.operators.averaging import Exchange
 from spectrain_ext.passes import ShareLoss
 from spectrain_ext.pipeline.arguments import check_hidden, check_trains, cut_place, hidden_use
-from spectrain_ext.pipeline.edges import TIED, Traffic
-from spectrain_ext.pipeline.losses import Losses, Result, mean_of
+from spectrain_ext.pipeline.edges import Traffic
+from spectrain_ext.pipeline.losses import Result, mean_of
 from spectrain_ext.pipeline.passes import Handler, Pass
 from spectrain_ext.pipeline.phases import widest
 from spectrain_ext.pipeline.processes import Depth, Ends, Processes
@@ -36,11 +35,12 @@ from .agreement import (
     check_equal_start,
     compare_settings,
     rules_to_compare,
+    start_of,
 )
 from .board import Board
-from .collectives import DistributedNorm, GradientSum, weight_exchange
+from .collectives import DistributedNorm, GradientSum, exchange_weights
 from .ends import RemoteReceiver, RemoteSender
-from .links import Links, RankGroup, backend_of_bodies, open_links, open_rank_group
+from .links import Links, RankGroup, backend_of_bodies, gpu_of, open_links
 
 
 class Ranks(Processes):
@@ -48,9 +48,7 @@ class Ranks(Processes):
 
     receives_block = True
     _links: Links
-    _all_ranks: RankGroup | None = None
     _total: GradientSum | None = None  # over the stage's replicas
-    _exchange: Exchange | None = None  # with the stage's other replicas
 
     def __init__(
         self,
@@ -80,6 +78,8 @@ class Ranks(Processes):
     ) -> Sequence[TiedStages]:
         """Compare settings with the other ranks and open links; every rank calls this."""
         board, replicas, first = self._board, self.replicas, stages[0]
+        weights = first.weights
+        optimizer = None if weights is None else weights.optimizer
         if len({stage.device for stage in stages}) > 1:
             where = ", ".join(str(stage.device) for stage in stages)
             raise ValueError(f"stage: the stages of a rank must be on one device, got {where}")
@@ -107,6 +107,8 @@ class Ranks(Processes):
                 "cut": [[s.index, cut_place(s.module)] for s in stages],
                 "hidden": hidden_use(s.weights for s in stages),
                 "trains": any(stage.weights is not None for stage in stages),
+                "start": start_of(first.module, optimizer) if replicas.dealt else {},
+                "gpu": gpu_of(first.device),
             },
         )
         check_cut(of_ranks, replicas)
@@ -115,70 +117,50 @@ class Ranks(Processes):
         check_hidden([rank["hidden"] for rank in of_ranks], firsts)
         modules = {stage.index: stage.module for stage in stages}
         ties = agreed_ties(board, replicas, modules, copies, of_ranks)
-        if replicas.dealt:
-            optimizer = None if first.weights is None else first.weights.optimizer
-            check_equal_start(board, replicas, first.module, optimizer)
-        bodies = backend_of_bodies(board, first.device)
-        grows = len(of_phases) > 1 and any(each.resizes for each in self._passes)
-        dynamic = bool(self._settings["dynamic_shapes"] or grows)
-        self._links = open_links(self._group, first.device, board, dynamic, replicas, bodies, ties)
-        if exchanges_norms:
-            self.all_ranks()
-        rank_group, weights = self._links.rank_group, first.weights
+        check_equal_start(of_ranks, replicas)
+        bodies = backend_of_bodies([rank["gpu"] for rank in of_ranks])
+        self._links = open_links(self._group, first.device, board, replicas, bodies, ties)
+        rank_group = self._links.replicas
         if rank_group is not None and not self.own_minibatches:
             params = [] if weights is None else weights.params
             self._total = GradientSum(
                 params, rank_group, board, first.compute, first.weight_gradients
             )
-        elif rank_group is not None:
-            self._exchange = weight_exchange(rank_group, board)
         return ties
 
+    @property
     def all_ranks(self) -> RankGroup:
-        """Return a CPU group of all ranks, which is connected on first use."""
-        if self._all_ranks is None:
-            self._all_ranks = open_rank_group(self._group, self._board)
-        return self._all_ranks
+        return self._links.all_ranks
 
     def remote_ends(
         self, stages: Mapping[int, Stage], depth: Depth, evaluates: bool
     ) -> dict[Ends, Any]:
-        board, made = self._board, {}
-        links = self._links.evaluating() if evaluates else self._links
-        for link in links.edges:
-            what, sends, (a, b) = link.what, link.sender == board.rank, link.stages
-            stage = stages[a if sends else b]
-            mine = self.replicas.runs(stage.index, self.replica)
-            ends: tuple[int | None, int] = (mine, link.at) if sends else (link.at, mine)
-            if what in TIED:
-                ends = None, link.at
-            elif what in (Traffic.INPUTS, Traffic.TARGETS):
-                ends = None, ends[1]
-            slots = depth(what, a, b)
-            made[what, *ends] = (
-                RemoteSender(link, stage.device, slots, board)
-                if sends
-                else RemoteReceiver(link, stage.device, stage.compute, slots, board)
-            )
+        board = self._board
+        made: dict[Ends, Any] = {}
+        for link in self._links.evaluating() if evaluates else self._links.edges:
+            a, b = link.stages
+            slots = depth(link.what, a, b)
+            if link.sender == board.rank:
+                made[link.ends] = RemoteSender(link, stages[a].device, slots, board)
+            else:
+                to = stages[b]
+                made[link.ends] = RemoteReceiver(link, to.device, to.compute, slots, board)
         return made
 
     def norm(self) -> DistributedNorm:
-        return DistributedNorm(self.replicas, self._board, self.all_ranks())
+        return DistributedNorm(self.replicas, self._board, self.all_ranks)
 
     def largest(self, number: float) -> float:
         return number if self._total is None else self._total.largest(number)
 
     def exchange(self, message: Tensor) -> Callable[[], Sequence[Tensor]]:
-        assert self._exchange is not None
-        return self._exchange(message)
+        assert self._links.replicas is not None
+        return exchange_weights(message, self._links.replicas, self._board)
 
     # A run.
 
     def during(self, wires: Wires) -> AbstractContextManager[None]:
-        def messages() -> list[tuple[str, dict[str, int]]]:
-            return [(end.link.name, end.counts()) for end in wires.remote.values()]
-
-        return self._board.run(messages=messages)
+        return self._board.run()
 
     def order(
         self, schedule: Generator, places: list[Place]
@@ -201,7 +183,7 @@ class Ranks(Processes):
     def handlers(self, run: Run, stage: StageRun) -> Mapping[Kind, Handler]:
         if not run.trains:
             return {}
-        passes = stage.stage.passes
+        passes, total = stage.stage.passes, self._total
         shared = next((each for each in passes if isinstance(each, ShareLoss)), None)
         reports = stage is run.stages[0] and run.losses is None  # that a minibatch has ended
 
@@ -215,13 +197,17 @@ class Ranks(Processes):
             if reports:
                 run.results.append(Result(i, loss))
 
-        found: dict[Kind, Handler] = {}
+        def expect(i: int, j: int) -> None:
+            if total is not None and j == len(stage.cursor.shares[i]) - 1:
+                total.expect()
+
+        made: dict[Kind, Handler] = {}
         if reports or shared is not None:
-            found[Kind.REPORT] = report
-        if self._total is not None:
-            found[Kind.EXPECT_SUM] = partial(_expect_last, stage, self._total)
-            found[Kind.SUM_GRADIENTS] = partial(_sum_up, run, stage, self._total, shared)
-        return found
+            made[Kind.REPORT] = report
+        if total is not None:
+            made[Kind.EXPECT_SUM] = expect
+            made[Kind.SUM_GRADIENTS] = partial(_sum_up, run, stage, total, shared)
+        return made
 
     def announce(self, run: Run, stage: Stage) -> Callable[[Kind, int, int], None]:
         board, replica, count = self._board, self.replica, self.replicas.counts[stage.index]
@@ -276,17 +262,10 @@ def _receive_ends(wires: Wires, stage: StageRun) -> None:
             sender.end()
 
 
-# Sums over a stage's replicas.
-
-
-def _expect_last(stage: StageRun, total: GradientSum, i: int, j: int) -> None:
-    if j == len(stage.cursor.shares[i]) - 1:
-        total.expect()
-
-
 def _sum_up(
     run: Run, of: StageRun, total: GradientSum, shared: ShareLoss | None, i: int, j: int
 ) -> None:
+    """Sum a minibatch's gradients and loss over the stage's replicas."""
     stage, losses = of.stage, run.losses
     total.send_rest(of.count_of(i))
     stage.compute.record(stage.computed)
@@ -302,14 +281,9 @@ def _sum_up(
     if shared is not None:
         shared.known[i] = number
     if losses is not None:
-        run.results.append(_summed(losses, i, number, counted))
-
-
-def _summed(losses: Losses, i: int, number: float, counted: float) -> Result:
-    """Return the result of a minibatch with the sums over all replicas."""
-    loss, count, kept = losses.own.pop(i)
-    loss = torch.full_like(loss, number)
-    if count is not None:
-        count = torch.full_like(count, counted)
-        loss = mean_of(loss, count)
-    return Result(i, loss, kept, count)
+        loss, count, kept = losses.own.pop(i)
+        loss = torch.full_like(loss, number)
+        if count is not None:
+            count = torch.full_like(count, counted)
+            loss = mean_of(loss, count)
+        run.results.append(Result(i, loss, kept, count))

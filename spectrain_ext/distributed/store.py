@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
@@ -65,29 +65,23 @@ def join_ranks(*, timeout: timedelta = timedelta(minutes=30)) -> tuple[int, int]
     """
     if dist.is_initialized():
         raise RuntimeError("join_ranks: there is a process group already")
-    given = os.environ
-    missing = [name for name in _VARIABLES if name not in given]
+    variables = os.environ
+    missing = [name for name in _VARIABLES if name not in variables]
     if missing:
         raise RuntimeError(
             f"join_ranks: expected {', '.join(missing)} in the environment; start the script by "
             "torchrun, or set what it sets"
         )
-    rank, ranks = int(given["RANK"]), int(given["WORLD_SIZE"])
-    _stay_on_loopback(given, ranks)
-    kept = given.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    address, port = given["MASTER_ADDR"], int(given["MASTER_PORT"])
+    rank, ranks = int(variables["RANK"]), int(variables["WORLD_SIZE"])
+    address, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
+    if variables.get("LOCAL_WORLD_SIZE") == str(ranks) or address in _LOCAL:
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            variables.setdefault(name, "lo")
+    kept = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = _launchers_store(address, port, listen=rank == 0 and not kept)
     store = PrefixStore(_agree_on_start(store, rank, ranks, timeout), store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
     return rank, ranks
-
-
-def _stay_on_loopback(environment: MutableMapping[str, str], ranks: int) -> None:
-    """Keep traffic on one machine off the network, unless the user has chosen an interface."""
-    one_machine = environment.get("LOCAL_WORLD_SIZE") == str(ranks)
-    if one_machine or environment["MASTER_ADDR"] in _LOCAL:
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            environment.setdefault(name, "lo")
 
 
 @cache  # the process that hosts the store joins again through the same one
@@ -144,27 +138,18 @@ def store_at(address: str, port: int, *, listen: bool) -> Store:
 
     The store that ``init_process_group`` makes listens on all interfaces, whatever its address.
     """
-    given: dict[str, Any] = {"host_name": address, "wait_for_workers": False}
+    options: dict[str, Any] = {"host_name": address, "wait_for_workers": False}
     if listen:
-        listening = _listening(address, port)
+        try:
+            family, *_, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+            listening = socket.create_server(where, family=family, backlog=socket.SOMAXCONN)
+        except OSError as error:
+            reason = f"cannot listen on {address}, port {port}: {error.strerror}"
+            raise OSError(reason) from error
         port = listening.getsockname()[1]
-        given["master_listen_fd"] = listening.detach()
-    store: Store = TCPStore(port=port, is_master=listen, timeout=timedelta(minutes=30), **given)
+        options["master_listen_fd"] = listening.detach()
+    store: Store = TCPStore(port=port, is_master=listen, timeout=timedelta(minutes=30), **options)
     return store
-
-
-def _listening(address: str, port: int) -> socket.socket:
-    failure: OSError | None = None
-    try:
-        for family, *_, where in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
-            try:
-                return socket.create_server(where, family=family, backlog=socket.SOMAXCONN)
-            except OSError as error:
-                failure = error
-    except socket.gaierror as error:
-        failure = error
-    reason = None if failure is None else failure.strerror
-    raise OSError(f"cannot listen on {address}, port {port}: {reason}") from failure
 
 
 def connection(store: Store, patience: float, timeout: float) -> Store:
@@ -199,13 +184,20 @@ class Peers:
         """Return every process's value, by rank; ConnectionError if a process has ended."""
         if self.size == 1:
             return [value]
+        # JSON, because torch's object collectives unpickle messages, which can execute code.
+        text = json.dumps(value).encode()
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         try:
-            # JSON, because torch's object collectives unpickle messages, which can execute code.
-            return [json.loads(text) for text in self._gather_bytes(json.dumps(value).encode())]
+            dist.all_gather(sizes, torch.tensor([len(text)]), group=self._group)
+            longest = max(int(size) for size in sizes)
+            texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+            padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
+            dist.all_gather(texts, padded, group=self._group)
         except RuntimeError as error:
             if is_broken_connection(error):
                 raise ConnectionError(f"the processes have lost one another: {error}") from error
             raise
+        return [json.loads(each.numpy().tobytes()) for each in texts]
 
     @contextmanager
     def attempt(self, doing: str, what: str = "") -> Iterator[list[Any]]:
@@ -235,14 +227,3 @@ class Peers:
         if errors:
             raise RuntimeError(listed[0])
         values[:] = [answer["value"] for answer in found]
-
-    def _gather_bytes(self, mine: bytes) -> list[bytes]:
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._group)
-        longest = max(int(size) for size in sizes)
-        found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        padded = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8)
-        dist.all_gather(found, padded, group=self._group)
-        return [
-            body[: int(size)].numpy().tobytes() for body, size in zip(found, sizes, strict=True)
-        ]

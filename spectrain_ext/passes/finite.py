@@ -51,7 +51,6 @@ class CheckFinite(Pass):
 
     tells_all = True
     _largest: Callable[[float], float]  # over the stage's replicas
-    resizes = True  # its number goes with gradients, except under a flush
 
     def __init__(self, then: Literal["raise", "skip"]) -> None:
         if then not in ("raise", "skip"):

@@ -35,7 +35,6 @@ class Pass:
         skipped: how many updates it has left out, in all runs.
         undone: minibatches of all runs after which all is as if they had never come.
         tells_all: whether ``tells`` goes to all stages, under a schedule that flushes.
-        resizes: whether its messages may grow when the method changes.
         own_minibatches: whether each replica trains on minibatches of its own.
         moves_weights: whether it changes weights after an update.
 
@@ -64,7 +63,6 @@ class Pass:
     skipped = 0
     undone = 0
     tells_all = False
-    resizes = False
     own_minibatches = False
     moves_weights = False
 

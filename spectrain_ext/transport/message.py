@@ -220,17 +220,6 @@ class TensorLayout(NamedTuple):
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
-    def shrinks_to(self, other: TensorLayout) -> bool:
-        if self.dtype != other.dtype or len(self.shape) != len(other.shape):
-            return False
-        changed = [(a, b) for a, b in zip(self.shape, other.shape, strict=True) if a != b]
-        return len(changed) <= 1 and all(b < a for a, b in changed)
-
-    def __str__(self) -> str:
-        gradient = "" if self.differentiable else ", without gradient"
-        name = str(self.dtype).removeprefix("torch.")
-        return f"{name} {list(self.shape)} with strides {list(self.stride)}{gradient}"
-
 
 class Layout(NamedTuple):
     """The layout of a message: its tensors, None for one that is not sent, and their form."""
@@ -275,18 +264,6 @@ class Layout(NamedTuple):
     def message(self, tensors: list[Tensor | None]) -> Message:
         flags = tuple(tensor is not None and tensor.differentiable for tensor in self.tensors)
         return Message(tuple(tensors), flags, self.form)
-
-    def shrinks_to(self, other: Layout) -> bool:
-        """Whether the other has the first of these tensors, each smaller in at most one dim."""
-        return len(self.tensors) >= len(other.tensors) and all(
-            its is None or (mine is not None and mine.shrinks_to(its))
-            for mine, its in zip(self.tensors, other.tensors, strict=False)
-        )
-
-    def __str__(self) -> str:
-        places = [*places_in(self.form)] or [""] * len(self.tensors)
-        each = zip(places, self.tensors, strict=True)
-        return ", ".join(f"{place} {tensor or 'nothing'}".strip() for place, tensor in each)
 
 
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:

@@ -16,9 +16,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 import spectrain_ext as st
 from spectrain_ext.distributed.board import FAILED, Board
-from spectrain_ext.distributed.failures import WATCHING, Cause, Heartbeat, find_culprit
+from spectrain_ext.distributed.failures import WATCHING, Heartbeat, find_culprit
 from spectrain_ext.distributed.store import connection, store_at
-from spectrain_ext.distributed.wire import decode_layout
 
 
 def test_a_connection_is_not_waited_for_as_long_as_the_store_says():
@@ -68,52 +67,39 @@ def test_a_board_of_one_rank(kept, tmp_path):
 
 
 BEAT = {
-    **{"doing": "F 1", "busy": 0.5, "waits": [0, "edge"], "words": 0, "last": [], "complete": 0},
-    **{"knows": False, "reported": False, "process": ["host", 1, 2]},
+    **{"doing": "F 1", "busy": 0.5, "waits": [0, "edge"], "shared": 0, "last": []},
+    **{"knows": False, "process": ["host", 1, 2]},
 }
 
 
 @pytest.mark.parametrize(
     ("key", "entry"),
     [
-        *(("beat/1", entry) for entry in ("{", "[1, 2]", "\udcff", "[" * 5000)),
-        *(
-            ("beat/1", json.dumps([*(BEAT | changed).values()]))
-            for changed in (
-                {"waits": [2, "edge"]},
-                {"waits": [0]},
-                {"busy": "long"},
-                {"words": None},
-                {"process": ["host", 1, "../1"]},
-                {"more": 1},
-            )
-        ),
-        *((FAILED, entry) for entry in ("{", "[9]", '[2, "x", null, "", false]')),
+        ("beat/1", "{"),
+        ("beat/1", "\udcff"),
+        ("beat/1", json.dumps([*(BEAT | {"more": 1}).values()])),
+        (FAILED, "[9]"),
     ],
 )
-def test_an_entry_that_no_rank_writes_is_named(kept, key, entry):
+def test_an_entry_that_no_rank_writes_ends_the_run(kept, key, entry):
     board = Board(kept, 0, 2, timeout=5.0, grace=0.5)
-    assert Heartbeat.read(json.dumps([*BEAT.values()]).encode(), 0.0, 2).waits == [0, "edge"]
     kept.set(key, entry.encode("utf-8", "surrogateescape"))
-    match = f"the store has a {'heartbeat of it' if key == 'beat/1' else 'failure'} that no rank"
-    with pytest.raises(st.RankError, match=match) as raised, board.run(starts=True):
+    match = "the store has an entry that no rank of this version writes"
+    with pytest.raises(st.RankError, match=match), board.run(starts=True):
         board.exchange_json("meeting", 1)
-    assert raised.value.culprit == (key == "beat/1")
 
 
-@pytest.mark.parametrize("part", ["[", "{}", '{"state": "", "messages": [[1, {"sent": "x"}]]}'])
-def test_a_damaged_part_is_left_out_of_a_report_under_no_name_from_the_store(kept, tmp_path, part):
+def test_a_report_is_not_written_under_a_name_from_the_store(kept, tmp_path):
     (tmp_path / "mine").write_text("mine")
     board = Board(kept, 0, 2, timeout=5.0, grace=0.5)
-    kept.set("part/1", part)
-    kept.set("beat/1", json.dumps([*(BEAT | {"knows": True}).values()]))
-    kept.set(FAILED, json.dumps([1, "planned", 0, str(tmp_path / "mine"), False]))
+    kept.set("beat/1", json.dumps([*BEAT.values()]))
+    kept.set(FAILED, json.dumps([1, "planned", "/../mine", False]))
     with pytest.raises(st.RankError, match="planned") as raised, board.run(starts=True):
         board.exchange_json("meeting", 1)
     assert (tmp_path / "mine").read_text() == "mine"
     text = Path(raised.value.report).read_text()
     assert "First cause: rank 1, planned" in text
-    assert "ago it said: F 1" in text
+    assert "  1  F 1, for " in text
 
 
 def wait_for_one(rank, ranks, grace, seconds):
@@ -154,33 +140,3 @@ def test_blame_goes_to_whom_all_others_wait_for():
     assert "3 -> 2 -> 1 -> 0 -> 2" in find_culprit(circle, 3, 2, 1.0)[0].reason
     pair = [Heartbeat(b"x", now, waits=(1, "edge 1 -> 0")), waiting[1]]
     assert find_culprit(pair, 1, 0, 1.0)[0].rank == 0
-    assert Cause.read(b"", 4) is None
-
-
-# The layout of a message
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"{",
-        b'{"tensors": [null]}',
-        b'{"tensors": [[[2], [1], "load", true]], "form": "tensor"}',
-        b'{"tensors": [[[2], [64], "float32", true]], "form": "tensor"}',
-        b'{"tensors": [[[-2], [1], "float32", true]], "form": "tensor"}',
-        b'{"tensors": [null], "form": ["dict", ["a", "b"], "tensor"]}',
-        b'{"tensors": [null], "form": ["dict", [3], "tensor"]}',
-        b'{"tensors": [null, null], "form": ["dict", ["a", "a"], "tensor", "tensor"]}',
-        b'{"tensors": [null], "form": ["dict"]}',
-        b'{"tensors": [null], "form": ["set", "tensor"]}',
-        b'{"tensors": [null], "form": ["list", "tensor", "tensor"]}',
-        b'{"tensors": [null], "form": ["list", "tensor", "[1]"]}',
-        b'{"tensors": [null], "form": ["list", "tensor", "print(1)"]}',
-        b'{"tensors": [null], "form": [["list"], "tensor"]}',
-        b'{"tensors": [null], "form": ' + b'["list", ' * 9000 + b'"tensor"' + b"]" * 9000 + b"}",
-    ],
-    ids=range(15),
-)
-def test_a_layout_that_is_none_is_refused(text):
-    with pytest.raises(ValueError):
-        decode_layout(text)

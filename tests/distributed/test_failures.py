@@ -272,7 +272,8 @@ def test_rank_0_keeps_the_store_and_ends_early():
 
 def section(report, rank):
     """Return one rank's section of a report, if that rank has reported."""
-    (found,) = re.findall(rf"^=+ rank {rank}: (.*?)(?=^=|\Z)", report, re.MULTILINE | re.DOTALL)
+    begins = rf"^=+ rank {rank} of \d+: "
+    (found,) = re.findall(rf"{begins}(.*?)(?=^=|\Z)", report, re.MULTILINE | re.DOTALL)
     return found
 
 
@@ -306,50 +307,40 @@ def test_one_report_of_all_ranks(tmp_path, fault, culprit):
     silent = fault in ("kill", "stop", "exit")
     told = [r for r in range(3) if r != culprit or not silent]
     for rank in told:
-        assert f"report of all ranks: {path}" in ends[rank].error
+        assert f"report of this machine's ranks: {path}" in ends[rank].error
         mine = section(report, rank)
+        first = "[012]" if fault == "interrupt" else culprit
+        assert re.search(rf"^First cause: rank {first}, .*", mine, re.MULTILINE)
         assert "of minibatch" in mine.partition("Python stacks")[0]
         assert "Python stacks\nthread MainThread\n" in mine
-    first = "[012]" if fault == "interrupt" else culprit
-    assert re.search(rf"^First cause: rank {first}, .*", report, re.MULTILINE)
-    answers = f"= rank {culprit}: " in report
+        for other in range(3):
+            heard = r"; heard \d+\.\d+ s ago" if other != rank else ""
+            assert re.search(rf"^  {other}  .+, for .* s.*{heard}$", mine, re.MULTILINE)
     if silent:
         # A stopped rank continues after the others noticed its silence, and may still report.
-        assert not answers or fault == "stop"
-        last = re.search(rf"^  {culprit}  does not answer; .* ago it said: ", report, re.MULTILINE)
-        assert (last is None) == answers
+        assert f"= rank {culprit} " not in report or fault == "stop"
     else:
         assert "in commit\n" in section(report, culprit)
         assert not any("in commit\n" in section(report, r) for r in told if r != culprit)
     if fault == "hang":  # until nothing changes any more
-        others = "edge 0 -> 1" if culprit else "edge 1 -> 0"
-        pending = re.findall(r"^  (edge \d -> \d): sent .*; PENDING: (\d+)$", report, re.MULTILINE)
-        assert pending == [(others, "1"), ("edge 2 -> 1", "1")]
-        assert re.search(r"^  2  .*; waits for edge 1 -> 2, for", report, re.MULTILINE)
+        assert re.search(r"^  2  .*; waits for edge 1 -> 2$", section(report, 2), re.MULTILINE)
 
 
 def test_without_the_store_every_rank_writes_its_own():
     ends = Ranks(fail, 3, planned("kill", 0), keeper=False).join()
     for rank in (1, 2):
-        found = re.findall(r"report of all ranks: (\S+)$", ends[rank].error, re.MULTILINE)
+        found = re.findall(
+            r"report of this machine's ranks: (\S+)$", ends[rank].error, re.MULTILINE
+        )
         (path,) = {*found}
         report = ends[rank].reports[path]
-        assert f"Written by rank {rank} at " in report
         assert "thread MainThread\n" in section(report, rank)
-        assert "  0  does not answer; " in report
 
 
 def test_a_report_that_cannot_be_written_is_not_missed(tmp_path):
     (tmp_path / "file").touch()
     what = planned("exception", 1, temporary=str(tmp_path / "file" / "below"))
     expect_one_end(Ranks(fail, 3, what), what)
-
-
-def test_a_report_has_the_collectives_that_others_have_not_come_to():
-    what = planned("stop", 1, kind="replicas", counts=[2], stage=0, when=3, method="sync")
-    ends = Ranks(fail, 2, what | {"settings": {}}).join(but=(1,))
-    (report,) = ends[0].reports.values()
-    assert re.search(r"\n  rank 0: the gradients of the stage's other replicas, \d+ bytes", report)
 
 
 # How a plain program ends: other tests' ranks end by os._exit, without Python's shutdown

@@ -79,7 +79,7 @@ def opened(monkeypatch, counts, bodies):
     for rank in all_ranks:
         made, uses = itertools.count(), []
 
-        def new_group(ranks, made=made, rank=rank, backend="", **_):
+        def new_group(ranks, timeout, backend, made=made, rank=rank, **_):
             group = Group(next(made), tuple(ranks), backend)
             return group if rank in ranks else object()
 
@@ -89,7 +89,7 @@ def opened(monkeypatch, counts, bodies):
         monkeypatch.setattr(dist, "new_group", new_group)
         for what in ("send", "recv", "all_reduce"):
             monkeypatch.setattr(dist, what, use(what))
-        links = links_module.open_links(None, CPU, unwatched(rank), False, replicas, bodies)
+        links = links_module.open_links(None, CPU, unwatched(rank), replicas, bodies, ())
         found.append((links, uses))
     return found
 
@@ -103,8 +103,8 @@ def test_a_group_is_first_used_as_it_will_be(bodies, monkeypatch):
         last = Replicas(counts).indices_of(len(counts) - 1)
         from_rank_0 = {other for other in last if other}
         firsts = all_opened[0][0].edges
-        assert {e.at for e in firsts if e.what is Traffic.TARGETS} == from_rank_0
-        assert {e.at for e in firsts if e.what is Traffic.INPUTS} == set(range(1, counts[0]))
+        assert {e.ends[2] for e in firsts if e.what is Traffic.TARGETS} == from_rank_0
+        assert {e.ends[2] for e in firsts if e.what is Traffic.INPUTS} == set(range(1, counts[0]))
         names = {}
         for rank, (links, uses) in enumerate(all_opened):
             expected = []
@@ -115,8 +115,8 @@ def test_a_group_is_first_used_as_it_will_be(bodies, monkeypatch):
                     assert set(group.ranks) == {link.sender, link.receiver}
                     assert names.setdefault(group.number, link.name) == link.name
                     expected.append((use[0], group, use[1]))
-            if links.rank_group is not None:
-                for group in {links.rank_group.host, links.rank_group.device}:
+            for each in filter(None, (links.all_ranks, links.replicas)):
+                for group in {each.host, each.device}:
                     expected.append(("all_reduce", group))
             assert Counter(uses) == Counter(expected)
             order = [group.number for _, group, *_ in uses]
@@ -125,10 +125,8 @@ def test_a_group_is_first_used_as_it_will_be(bodies, monkeypatch):
 
 def edge(host, device, staged=False):
     """Return an edge with these groups, as ranks 0 and 1 know it."""
-    traffic = Traffic.ACTIVATIONS
-    return links_module.RemoteEdge(
-        "edge 0 -> 1", traffic, 1, (0, 1), 0, 1, 1, host, device, False, staged
-    )
+    ends = Traffic.ACTIVATIONS, 0, 1
+    return links_module.RemoteEdge("edge 0 -> 1", ends, (0, 1), 0, 1, 1, host, device, staged)
 
 
 class Device:
@@ -220,7 +218,11 @@ class Loop:
         return SimpleNamespace(wait=lambda _: None)
 
     def recv(self, tensors, peer, tag):
-        return SimpleNamespace(wait=lambda _: tensors[0].copy_(self.sent[tag].get()))
+        def wait(_):
+            sent = self.sent[tag].get()
+            tensors[0][: len(sent)] = sent
+
+        return SimpleNamespace(wait=wait)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +267,7 @@ def free_late(rank, ranks):
     board = Board(dist.PrefixStore("test", _get_default_store()), rank, ranks, 30.0)
     with board.run(starts=True):
         pass
-    links = links_module.open_links(None, CPU, board, False)
+    links = links_module.open_links(None, CPU, board, Replicas((1, 1)), "gloo", ())
     (link,) = (link for link in links.edges if link.name == "edge 0 -> 1")
     with board.run():
         if rank == 0:
@@ -296,20 +298,18 @@ def options(is_high_priority_stream=False):
 
 
 @pytest.mark.parametrize(
-    ("setting", "channels", "on_error"),
+    ("setting", "on_error"),
     [
-        (None, links_module.CHANNELS, "0"),
-        ("NCCL_MAX_CTAS", None, "0"),
-        ("NCCL_MAX_P2P_NCHANNELS", None, "0"),
-        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", links_module.CHANNELS, "7"),
-        ("NCCL_ASYNC_ERROR_HANDLING", links_module.CHANNELS, None),
+        (None, "0"),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "7"),
+        ("NCCL_ASYNC_ERROR_HANDLING", None),
     ],
 )
-def test_what_groups_of_nccl_are_made_with(setting, channels, on_error, monkeypatch):
+def test_what_groups_of_nccl_are_made_with(setting, on_error, monkeypatch):
     """By themselves: a default group with a device would be split, also by other ranks."""
     made, default = {}, Default(torch.device("cuda", 0))
 
-    def new_group(ranks, timeout, backend, pg_options, device_id):
+    def new_group(ranks, timeout, backend, pg_options=None, device_id=None):
         assert default.WORLD.bound_device_id is None
         assert device_id == (CPU if backend == "nccl" else None)
         told = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
@@ -330,12 +330,12 @@ def test_what_groups_of_nccl_are_made_with(setting, channels, on_error, monkeypa
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     board = unwatched(0)
-    opener = links_module._Opener([0, 1, 2], board, "nccl", CPU)
+    opener = links_module._Opener([0, 1, 2], board, [("gloo", CPU), ("nccl", CPU)])
     opener.open("edge", (0, 1), lambda *_: None)
     opener.open("replicas", (0, 1, 2), links_module._sum)
     assert os.environ == before
     assert default.WORLD.bound_device_id == torch.device("cuda", 0)
-    for ranks, expected in (((0, 1), channels), ((0, 1, 2), None)):
+    for ranks, expected in (((0, 1), links_module.CHANNELS), ((0, 1, 2), None)):
         chosen, timeout, told = made[ranks]
         assert (chosen.high, chosen._timeout) == (True, timeout)
         assert (chosen.config.max_ctas, told) == (expected, on_error)
@@ -350,8 +350,5 @@ def test_what_groups_of_nccl_are_made_with(setting, channels, on_error, monkeypa
         (["a 0", "", "b 0"], "gloo"),
     ],
 )
-def test_nccl_is_for_ranks_with_a_gpu_each(gpus, expected, monkeypatch):
-    for gpu in gpus:
-        monkeypatch.setattr(links_module, "_gpu", lambda _, gpu=gpu: gpu)
-        board = SimpleNamespace(exchange_json=lambda where, mine: gpus if mine in gpus else None)
-        assert links_module.backend_of_bodies(board, CPU) == expected
+def test_nccl_is_for_ranks_with_a_gpu_each(gpus, expected):
+    assert links_module.backend_of_bodies(gpus) == expected

@@ -59,7 +59,7 @@ CASES = {
         *cases([1, 2], 4, ["1f1b"], clip_norm=0.05, clip_scope="global"),
         *cases([2, 1], 4, ["vanilla"], share_loss=True, window="wide"),
         *cases([1, 2], 2, ["vanilla"], share_loss=True, window=[5, 3]),
-        *cases([1, 2], 2, ["spectrain"], dynamic_shapes=True),
+        *cases([1, 2], 2, ["spectrain"]),
     ],
     4: [
         *cases([2, 2], 4, ["gpipe", "1f1b", "zb-h1", "spectrain", "spectrain-local", "xpipe"]),
@@ -112,7 +112,7 @@ def check(ranks, chosen, way="direct"):
         chosen, *run_ranks(train, ranks, chosen, way), strict=True
     ):
         where = f"{counts} {method} {settings}"
-        more = {k: v for k, v in settings.items() if k not in ("share_loss", "dynamic_shapes")}
+        more = {k: v for k, v in settings.items() if k != "share_loss"}
         if isinstance(more.get("window"), int):
             more["window"] = [more["window"]] * len(counts)
         optimizer = of_torch()

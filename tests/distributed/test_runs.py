@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 import weakref
 from datetime import timedelta
 from itertools import count
@@ -11,7 +10,6 @@ from itertools import count
 import pytest
 import torch
 from helpers import replica_programs
-from helpers.random_modules import Scale
 from helpers.rank_cases import Case, same
 from helpers.ranks import run_ranks
 from torch import nn
@@ -109,51 +107,9 @@ def test_a_rank_that_is_interrupted_has_its_true_weights():
         same(mine, {key: whole[key] for key in mine}, "after an interrupt")
 
 
-# Messages that grow
+# Evaluations
 
 FIRST = torch.zeros(8, 6)
-#: Later batches, and whether they need dynamic_shapes.
-LATER = [
-    (FIRST[:4], False),
-    (FIRST[:1], False),  # fewer microbatches
-    (FIRST[:, :5], False),
-    (FIRST[:4, :5], True),
-    (torch.zeros(9, 6), True),
-    (FIRST.double(), True),
-]
-
-
-def grow(rank, ranks, chunks):
-    """Return for each later batch the error, if any, without and with dynamic shapes."""
-    found = []
-    for later, _ in LATER:
-        for dynamic in (False, True):
-            parts = [Scale() for _ in range(chunks)]
-            stage, sgd = parts if chunks > 1 else parts[0], replica_programs.sgd
-            more = {"microbatches": 2, "dynamic_shapes": dynamic, "timeout": 30.0}
-            pipe = st.DistributedPipeline(stage, sgd, mse, "vanilla", **more)
-            try:
-                list(pipe.run([(FIRST, FIRST), (later, later)]))
-                found.append("")
-            except (ValueError, st.StageError, st.RankError) as error:
-                found.append(f"{type(error).__name__}: {error}")
-    return found
-
-
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_messages_that_grow_are_refused_unless_asked_for(chunks):
-    """The sender refuses them; the receiver tells the same reason."""
-    expected = [refused and not dynamic for _, refused in LATER for dynamic in (False, True)]
-    first, last = run_ranks(grow, 2, chunks)
-    for one, other, refused in zip(first, last, expected, strict=True):
-        assert (bool(one), bool(other)) == (refused, refused)
-        if refused:
-            reason = r"edge 0 -> \d( of targets)? was opened for .*float32 \[.*dynamic_shapes=False"
-            assert re.search(reason, one)
-            assert re.search(rf"RankError: rank 1, .*first cause: rank 0, .*{reason}", other)
-
-
-# Evaluations
 
 
 def evaluate_at_once(rank, ranks):

@@ -90,7 +90,6 @@ def decoder(rank, ranks, tied):
             parts.loss_fn,
             microbatches=3,
             passes=[st.passes.ShareLoss()],
-            dynamic_shapes=True,
         )
     losses = [result.loss.item() for result in pipe.run(batches())]
     said = warnings_of(model.state_dict)
@@ -129,7 +128,7 @@ def adapters(rank, ranks, folder):
     model = get_peft_model(gpt2(), LoraConfig(task_type="CAUSAL_LM", r=2, lora_alpha=8)).train()
     parts = st.partition(model, 2, profile="parameters")
     kind = st.Pipeline if ranks == 1 else st.DistributedPipeline
-    more = {} if ranks == 1 else {"dynamic_shapes": True, "timeout": 60.0}
+    more = {} if ranks == 1 else {"timeout": 60.0}
     stages = parts if ranks == 1 else parts.stages[rank]
     pipe = kind(stages, sgd, parts.loss_fn, microbatches=2, **more)
     for _ in pipe.run(batches()):

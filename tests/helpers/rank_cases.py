@@ -197,8 +197,8 @@ class Case:
         given = {"scheduler": steps, **self.settings}
         if rank is None:
             return st.Pipeline(stages, self.make_optimizer, loss_fn, **with_passes(given))
-        given |= {"share_loss": self.losses == "shared", "dynamic_shapes": self.sizes == "growing"}
-        given |= {"timeout": 90.0, **more}  # on machines that are busy with other tests
+        # a long timeout, on machines that are busy with other tests
+        given |= {"share_loss": self.losses == "shared", "timeout": 90.0, **more}
         mine = stages[rank :: self.ranks]
         part = mine if len(mine) > 1 else mine[0]
         return st.DistributedPipeline(part, self.make_optimizer, loss_fn, **with_passes(given))

@@ -193,7 +193,7 @@ def nested(rank=0, counts=None, codec=None):
     if counts is None:
         pipe = st.Pipeline(stages, sgd, nested_loss, **with_passes(more))
     else:
-        more |= {"replicas": counts, "share_loss": True, "dynamic_shapes": True}
+        more |= {"replicas": counts, "share_loss": True}
         part = stages[stage_and_replica(counts, rank)[0]]
         pipe = st.DistributedPipeline(part, sgd, nested_loss, **with_passes(more))
     enough = [batch for batch in made if isinstance(batch, list) or len(batch["x"]) > 1]

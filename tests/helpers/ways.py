@@ -9,9 +9,9 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from spectrain_ext.distributed import board, ends, links, ranks
+from spectrain_ext.distributed import board, links, ranks
 
-WAYS = ("direct", "staged", "apart", "few layouts")
+WAYS = ("direct", "staged", "apart")
 
 
 @contextmanager
@@ -20,15 +20,14 @@ def travelling(way: str) -> Iterator[None]:
 
     - staged: through copies in CPU memory, as between stages on one GPU.
     - apart: bodies by groups of their own, as with NCCL.
-    - few layouts: with ends that remember two layouts, and announce them anew.
     """
 
     def staged(*given: Any) -> links.Links:
         made = real(*given)
         return made._replace(edges=[link._replace(staged=True) for link in made.edges])
 
-    def new_group(*given: Any, backend: str, device_id: object, **more: Any) -> Any:
-        return group(*given, backend="gloo", **more)
+    def new_group(ranks: Any, timeout: Any, backend: str, **_: Any) -> Any:
+        return group(ranks, timeout, "gloo")
 
     real, group = links.open_links, dist.new_group
     with ExitStack() as changed:
@@ -37,8 +36,6 @@ def travelling(way: str) -> Iterator[None]:
         if way == "apart":
             changed.enter_context(patch.object(dist, "new_group", new_group))
             changed.enter_context(patch.object(ranks, "backend_of_bodies", lambda *_: "nccl"))
-        if way == "few layouts":
-            changed.enter_context(patch.object(ends, "_KINDS", 2))
         yield
 
 
