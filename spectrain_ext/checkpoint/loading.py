@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from spectrain_ext.errors import CheckpointError
@@ -57,8 +56,6 @@ def load(
     scheduler: Stateful | None = None,
     sampler: Sampler | None = None,
     only_model: bool = False,
-    first_stage: int | None = None,
-    process_group: dist.ProcessGroup | None = None,
 ) -> Loaded:
     """Load parameters, module buffers, optimizers and schedulers from a checkpoint.
 
@@ -75,8 +72,6 @@ def load(
         sampler: object to load the saved sampler's state into.
         only_model: load only parameters and module buffers, for example to fine-tune. The rest is
             not checked.
-        first_stage: as for ``save``.
-        process_group: as for ``save``.
 
     Raises:
         CheckpointError: a file is missing, truncated or changed, or its contents do not fit the
@@ -84,7 +79,7 @@ def load(
             (the message names both). Nothing has changed.
         RuntimeError: a run of the pipeline has not ended.
         ValueError: an optimizer or scheduler is given together with a pipeline.
-        RankError, ConnectionError: as for ``save``.
+        RankError: as for ``save``.
 
     Example:
         >>> st.checkpoint.save("checkpoint", nn.Linear(4, 2), extra={"epoch": 3})
@@ -93,13 +88,13 @@ def load(
         {'epoch': 3}
     """
     directory = Path(path).absolute()
-    peers = peers_of(target, process_group)
+    peers = peers_of(target)
     doing = f"reading {directory.name}"
     with together(target, f"loading {directory.name}"):
         directory = present(directory)
         with peers.attempt(doing) as found:
             body = storage.read(directory)
-            parts = parts_of(target, optimizer, scheduler, first_stage, bind=True)
+            parts = parts_of(target, optimizer, scheduler, bind=True)
             found.append(
                 {
                     "names": [name for part in parts for name, _ in part.tensors()],

@@ -52,8 +52,6 @@ class CheckpointManager:
             except those to which somebody has added files.
         asynchronous: write in a thread during training. This pays if writing takes longer than
             copying (slow disk, GPU), and needs CPU memory for a copy of all state.
-        first_stage: as for ``save``.
-        process_group: as for ``save``.
 
     Attributes:
         minibatches: number of minibatches trained on in all runs.
@@ -89,8 +87,6 @@ class CheckpointManager:
         every_seconds: float | None = None,
         keep: int = 3,
         asynchronous: bool = False,
-        first_stage: int | None = None,
-        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         for name, value, least in (
             ("every_minibatches", every_minibatches, 1),
@@ -99,7 +95,7 @@ class CheckpointManager:
         ):
             if value is not None and not value >= least:
                 raise ValueError(f"{name}: expected at least {least}, got {value}")
-        self._peers = peers_of(pipe, process_group)
+        self._peers = peers_of(pipe)
         self.directory = Path(directory).absolute()
         self.pipe = pipe
         self.minibatches = 0
@@ -108,20 +104,11 @@ class CheckpointManager:
         self._seconds = every_seconds
         self._keep = keep
         self._asynchronous = asynchronous
-        self._first_stage = first_stage
-        self._group = process_group
-        if asynchronous and self._peers.size > 1:
+        self._writing = self._peers
+        if asynchronous and isinstance(pipe, DistributedPipeline):
             # Messages of the writing thread must not mix with the caller's.
-            process_group = dist.new_group(
-                None if process_group is None else dist.get_process_group_ranks(process_group),
-                timeout=(
-                    timedelta(seconds=pipe.timeout)
-                    if isinstance(pipe, DistributedPipeline)
-                    else None
-                ),
-                backend="gloo",
-            )
-        self._writing = Peers(process_group)
+            timeout = timedelta(seconds=pipe.timeout)
+            self._writing = Peers(dist.new_group(timeout=timeout, backend="gloo"))
         self._saving: Future[None] | None = None
         self._failed = False
         # A loader with workers reads the sampler ahead of training, so its position is this offset
@@ -164,13 +151,7 @@ class CheckpointManager:
         found = names[0]
         if not found:
             return None
-        loaded = load(
-            found,
-            self.pipe,
-            sampler=self.sampler,
-            first_stage=self._first_stage,
-            process_group=self._group,
-        )
+        loaded = load(found, self.pipe, sampler=self.sampler)
         if self._peers.rank == 0:
             _logger.info("checkpoint loaded: %s", found)
         self.minibatches = loaded.minibatches
@@ -304,7 +285,6 @@ class CheckpointManager:
                 sampler=sampler,
                 extra=extra,
                 overwrite=True,
-                first_stage=self._first_stage,
                 committed=lambda: self._committed(path),
             )
             if self._asynchronous:

@@ -113,18 +113,14 @@ def parts_of(
     target: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: Stateful | None = None,
-    first_stage: int | None = None,
     bind: bool = False,  # recreate masters that were released
 ) -> list[Part]:
     """Return the parts of a pipeline, or a module as the only part."""
     if not isinstance(target, Pipeline):
-        names = _names(target, "")
-        tied = _copied(target, names) if first_stage else {}
-        return [Part(first_stage or 0, target, names, optimizer, scheduler, None, tied=tied)]
+        return [Part(0, target, _names(target, ""), optimizer, scheduler, None)]
     if optimizer is not None or scheduler is not None:
         raise ValueError("optimizer, scheduler: a pipeline has its own, expected None")
     target.check_drained("a checkpoint")
-    ahead = 0 if first_stage is None else first_stage - target.first_stage
     if bind:
         target.masters(bind)
     replica, replicas = 0, 1
@@ -144,19 +140,19 @@ def parts_of(
             return copy.names_elsewhere
         home = modules[copy.home]
         keys = names_of(home)[copy.original]
-        return [*full_names(home, keys, f"{ahead + copy.home}.").values()]
+        return [*full_names(home, keys, f"{copy.home}.").values()]
 
     known: set[str] = set()  # names in earlier stages
     for at in target._executor.stages:
-        k, module, weights, stage = at.index, at.module, at.weights, ahead + at.index
-        copies, names = target.copied(k), _names(module, f"{stage}.")
+        k, module, weights = at.index, at.module, at.weights
+        copies, names = target.copied(k), _names(module, f"{k}.")
         buffers = _copied(module, names)
         if not isinstance(target, DistributedPipeline):  # another module may replace the stage
             buffers = {name: there for name, there in buffers.items() if name in known}
         known.update(names.values())
         parts.append(
             Part(
-                stage,
+                k,
                 module,
                 names,
                 None if weights is None else weights.optimizer,

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from spectrain_ext.distributed.pipeline import DistributedPipeline
@@ -38,13 +37,11 @@ def save(
     extra: object = None,
     overwrite: bool = False,
     only_model: bool = False,
-    first_stage: int | None = None,
-    process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a checkpoint atomically: ``path`` exists only once it is complete.
 
-    In several processes, each calls this with its own stages and the same ``path`` on a shared file
-    system.
+    All ranks of a ``DistributedPipeline`` call this with the same ``path`` on a shared file system.
+    Any other module is saved by the process that calls this.
 
     Args:
         path: the directory to make, with its parents.
@@ -58,20 +55,16 @@ def save(
         only_model: save only parameters and module buffers, without optimizers, schedulers and
             float32 masters. ``load(only_model=True)`` and any reader of ``model.safetensors`` or
             its index can read them.
-        first_stage: index of the target's first stage, if processes hold stages of one model. None:
-            a pipeline's own, or 0 for a module.
-        process_group: the processes, with a CPU backend; None: all.
 
     Raises:
         FileExistsError: the path exists; with ``overwrite``, it is a file, a link or a directory
             that is not a checkpoint or holds other files, too.
         RuntimeError: a run of the pipeline has not ended.
         TypeError: state that is neither a tensor nor a JSON value; the message says where.
-        ValueError: two processes hold the same stage or parameter.
+        ValueError: an optimizer or scheduler is given together with a pipeline.
         CheckpointError: writing failed; the message names the process and the reason. A previous
             checkpoint at ``path`` is unchanged.
         RankError: in a ``DistributedPipeline``, another rank failed or exceeded ``timeout``.
-        ConnectionError: for modules in several processes, another process has ended.
 
     Example:
         >>> model = nn.Linear(4, 2)
@@ -83,7 +76,7 @@ def save(
         PendingCheckpoint(
             path,
             target,
-            peers_of(target, process_group),
+            peers_of(target),
             overwrite=overwrite,
             optimizer=optimizer,
             scheduler=scheduler,
@@ -91,7 +84,6 @@ def save(
             sampler=sampler,
             extra=extra,
             only_model=only_model,
-            first_stage=first_stage,
         ).write()
 
 
@@ -100,11 +92,11 @@ def together(target: nn.Module, what: str) -> AbstractContextManager[None]:
     return target.together(what) if isinstance(target, DistributedPipeline) else nullcontext()
 
 
-def peers_of(target: nn.Module, group: dist.ProcessGroup | None) -> Peers:
+def peers_of(target: nn.Module) -> Peers:
     """Return the processes that save or load ``together``."""
     if isinstance(target, DistributedPipeline):
-        return Peers(group, target._board.busy)
-    return Peers(group)
+        return Peers(None, target._board.busy)
+    return Peers(alone=True)
 
 
 class PendingCheckpoint:
@@ -198,10 +190,9 @@ def _collected(
     sampler: Sampler | None = None,
     extra: object = None,
     only_model: bool = False,
-    first_stage: int | None = None,
 ) -> Json:
     """Return the document of a process's stages, and add their tensors to ``tensors``."""
-    parts = parts_of(target, optimizer, scheduler, first_stage)
+    parts = parts_of(target, optimizer, scheduler)
     if only_model:
         parts = [replace(part, optimizer=None, scheduler=None, masters={}) for part in parts]
     keep = _keeper(tensors)
@@ -286,14 +277,6 @@ def _file_names(found: Sequence[Json], rank: int) -> dict[str, list[str]]:
 
 def _merged(found: Sequence[Json]) -> Json:
     """Merge the documents of all processes; take common entries from the first."""
-    owners: dict[object, int] = {}
-    for rank, document in enumerate(found):
-        stages = [f"stage {stage['stage']}" for stage in document["stages"]]
-        for what in (*stages, *map(repr, document["keys"])):
-            if owners.setdefault(what, rank) != rank:
-                raise ValueError(
-                    f"first_stage: {what} is saved by process {owners[what]} and process {rank}"
-                )
     return {
         **{key: found[0][key] for key in ("minibatches", "training", "extra", "torch")},
         **{key: [e for document in found for e in document[key]] for key in ("stages", "replicas")},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections import deque
 from contextlib import nullcontext
@@ -16,7 +15,6 @@ from helpers.checkpoint_cases import (
     batches,
     body_of,
     ends,
-    forge,
     halving,
     model,
     nadam,
@@ -183,30 +181,6 @@ def test_compiled_stages(tmp_path: Path) -> None:
     for target in (plain, other, pipe):
         load(tmp_path / "c", target)
         same(dict(target.state_dict()), dict(pipe.state_dict()))
-
-
-def test_stages_behind_those_of_another_process(tmp_path: Path) -> None:
-    """The other process has its own stage 0, possibly with a weight of that name."""
-    home, away = nn.Linear(4, 4), nn.Linear(4, 4)
-    away.weight = home.weight
-    pipe = st.Pipeline([nn.Sequential(home), nn.Sequential(away)], sgd, LOSS)
-
-    def other_process(body: Any) -> None:
-        body["stages"].append(copy.deepcopy(body["stages"][0]))
-        body["stages"][2] |= {"stage": 0, "weights": {"0.0.weight": {"$tensor": "model.3.0.bias"}}}
-
-    for path in (tmp_path / "bound", tmp_path / "released"):
-        save(path, pipe, first_stage=3)
-        stages = body_of(path)["stages"]
-        assert [sorted(stage["weights"]) for stage in stages] == [
-            ["3.0.bias", "3.0.weight"],
-            ["4.0.bias", "4.0.weight"],
-        ]
-        load(path, pipe, first_stage=3)
-        forge(path, other_process)
-        with pytest.raises(CheckpointError, match=r"has '0\.0\.weight', which the model has not"):
-            load(path, pipe, first_stage=3)
-        pipe.release()
 
 
 def test_a_checkpoint_of_a_model_without_the_tie_is_refused(tmp_path: Path) -> None:
