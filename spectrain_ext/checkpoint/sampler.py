@@ -11,7 +11,7 @@ from torch.utils.data import Sampler as TorchSampler
 
 from spectrain_ext.rng import mixed_seed
 
-from .documents import Json, decode_at
+from .documents import Json
 from .parts import Item, Stateful
 
 
@@ -55,7 +55,6 @@ class SamplerState(Item):
         found = processes[self._rank if self._rank < len(processes) else 0].get("sampler")
         if found is None:
             raise ValueError("has no state of a sampler")
-        decode_at(self.what, found)
         return found
 
     def put(self, state: Any) -> None:

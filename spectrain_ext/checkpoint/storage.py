@@ -14,7 +14,6 @@ import os
 import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,6 @@ from .documents import Json
 #: Prefix of weights' names in a document; their own files omit it.
 WEIGHTS = "model."
 _METADATA = {"format": "pt"}  # Hugging Face's tools require it
-_PIECE = 1 << 20  # bytes
 
 # The directory
 
@@ -193,81 +191,52 @@ def read(path: Path) -> Json:
     """Read a checkpoint's document, and verify that its files exist with the listed sizes."""
     body = documents.read(path)
     # A cheap check that names a truncated file before any tensor is read.
-    for name, size in body["files"].items():
+    for name, size in dict(body["files"]).items():
         file = path / name
+        if not documents.DATA.fullmatch(name):
+            raise CheckpointError(f"{path / documents.NAME}: {name!r} is no file of a checkpoint")
         try:
-            found = file.stat()
+            status = file.stat()
         except OSError as error:
             raise CheckpointError(f"{file}: cannot be read, {error.strerror}") from error
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{file}: expected a plain file")
-        if found.st_size != size:
-            raise CheckpointError(f"{file}: damaged, expected {size} bytes, got {found.st_size}")
+        if status.st_size != size:
+            raise CheckpointError(f"{file}: damaged, expected {size} bytes, got {status.st_size}")
     return body
 
 
 def read_tensors(path: Path, body: Json, keys: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors one at a time, on the CPU, after verifying their SHA-256."""
-    for file, own in _by_file(path, body, keys):
-        with _opened(file) as opened:
-            for key in own:
-                entry = body["tensors"][key]
-                # a mapped tensor would change with the file
-                tensor = _mapped(file, opened, key, entry).clone()
-                _check_digest(file, key, _sha256(tensor), entry)
-                if documents.dtype_of(entry["dtype"]).is_complex:
-                    tensor = torch.view_as_complex(tensor)
-                if (order := entry.get("order")) is not None:
-                    back = sorted(range(tensor.dim()), key=order.__getitem__)
-                    tensor = tensor.permute(order).contiguous().permute(back)
-                yield key, tensor
-
-
-def verify_tensors(path: Path, body: Json, keys: Iterable[str]) -> None:
-    """Verify tensors as ``read_tensors`` does, in pieces that take little memory."""
-    for file, own in _by_file(path, body, keys):
-        with _opened(file) as opened, file.open("rb") as content:
-            start = 8 + int.from_bytes(content.read(8), "little")
-            header = json.loads(content.read(start - 8))
-            for key in own:
-                _mapped(file, opened, key, body["tensors"][key])
-                begin, end = header[_name_in_file(key)]["data_offsets"]
-                content.seek(start + begin)
-                digest = hashlib.sha256()
-                while begin < end and (piece := content.read(min(end - begin, _PIECE))):
-                    digest.update(piece)
-                    begin += len(piece)
-                _check_digest(file, key, digest.hexdigest(), body["tensors"][key])
-
-
-def _by_file(path: Path, body: Json, keys: Iterable[str]) -> Iterable[tuple[Path, list[str]]]:
-    found: dict[Path, list[str]] = {}
+    by_file: dict[str, list[str]] = {}
     for key in keys:
-        found.setdefault(path / body["tensors"][key]["file"], []).append(key)
-    return found.items()
+        by_file.setdefault(body["tensors"][key]["file"], []).append(key)
+    for name, members in by_file.items():
+        file = path / name
+        if name not in body["files"]:
+            raise CheckpointError(f"{path / documents.NAME}: {name!r} is not in its list of files")
+        try:
+            with safe_open(file, framework="pt") as opened:
+                if opened.metadata() != _METADATA:
+                    raise CheckpointError(f"{file}: damaged, its header has changed")
+                for key in members:
+                    yield key, _read_tensor(file, opened, key, body["tensors"][key])
+        except (SafetensorError, OSError, KeyError) as error:
+            raise CheckpointError(f"{file}: damaged, {error}") from error
 
 
-@contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            if opened.metadata() != _METADATA:
-                raise CheckpointError(f"{file}: damaged, its header has changed")
-            yield opened
-    except (SafetensorError, OSError, KeyError) as error:
-        raise CheckpointError(f"{file}: damaged, {error}") from error
-
-
-def _mapped(file: Path, opened: Any, key: str, entry: Json) -> Tensor:
-    """Return a tensor of which nothing has been read, if it has the listed dtype and shape."""
-    tensor: Tensor = opened.get_tensor(_name_in_file(key))
+def _read_tensor(file: Path, opened: Any, key: str, entry: Json) -> Tensor:
+    tensor: Tensor = opened.get_tensor(_name_in_file(key))  # of which nothing has been read
     dtype, shape = documents.dtype_of(entry["dtype"]), entry["shape"]
     stored = (dtype.to_real(), [*shape, 2]) if dtype.is_complex else (dtype, shape)
     if (tensor.dtype, list(tensor.shape)) != stored:
         raise CheckpointError(f"{file}: holds something else than the tensor {key!r}")
-    return tensor
-
-
-def _check_digest(file: Path, key: str, digest: str, entry: Json) -> None:
-    if digest != entry["sha256"]:
+    tensor = tensor.clone()  # a mapped tensor would change with the file
+    if _sha256(tensor) != entry["sha256"]:
         raise CheckpointError(f"{file}: damaged, the SHA-256 of {key!r} is not what was saved")
+    if dtype.is_complex:
+        tensor = torch.view_as_complex(tensor)
+    if (order := entry.get("order")) is not None:
+        back = sorted(range(tensor.dim()), key=order.__getitem__)
+        tensor = tensor.permute(order).contiguous().permute(back)
+    return tensor

@@ -15,7 +15,6 @@ from helpers.checkpoint_cases import (
     batches,
     body_of,
     ends,
-    halving,
     model,
     nadam,
     narrow,
@@ -214,22 +213,7 @@ def test_the_uncut_model_loads_what_other_processes_have_trained_without_a_warni
         model.state_dict()
 
 
-# Frozen parameters, and frozen tensors that their modules refuse to load
-
-
-def test_state_of_parameters_that_are_frozen_now(saved: Path) -> None:
-    other = model(seed=1)
-    other[0].requires_grad_(False)
-    other[3].linear.bias.requires_grad_(False)
-    pipe = st.Pipeline(cut_at(other, [1, 4]), sgd, LOSS, "spectrain", scheduler=halving)
-    with pytest.warns(UserWarning) as warned:
-        load(saved, pipe)
-    assert [str(each.message).partition(" is not loaded")[0] for each in warned] == [
-        "stage 0: the optimizer state of 0.linear.weight, 0.linear.bias, 0.norm.weight and 1 more",
-        "stage 1: the optimizer state of 3.linear.bias",
-    ]
-    pipe.release()
-    load(saved, other)  # without an optimizer
+# Frozen tensors that their modules refuse to load
 
 
 class Quantized(nn.Module):
