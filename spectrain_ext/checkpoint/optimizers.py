@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import reprlib
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from numbers import Real
@@ -115,14 +114,15 @@ class OptimizerState(Item):
             mine = [self._names[p] for p in group["params"]]
             where = f"group {number} of {self.what}"
             remedy = "give them groups of their own, or load into the saved stages"
-            found = _common(mine, options, body, where, remedy)
+            found = _common(mine, options, body["tensors"], where, remedy)
             groups.append(_checked(found, group if self._is_known else None, where))
         params = self._params()
         mine = [self._names[p] for p in params]
         where = f"the state of {self.what}"
         remedy = "it belongs to stages, not to parameters: load into the saved stages"
-        common = _NOTHING if self._is_ours else _common(mine, shared, body, where, remedy)
-        common = _checked(common, None, where)
+        common = (
+            _NOTHING if self._is_ours else _common(mine, shared, body["tensors"], where, remedy)
+        )
         self._as_saved = self._kept_as_saved(body)
         entries = [states.get(name, {}) for name in mine]
         for p, name, entry in zip(params, mine, entries, strict=True):
@@ -187,15 +187,14 @@ class OptimizerState(Item):
 
     def _load(self, given: Json, as_saved: Sequence[bool]) -> None:
         """Load a state_dict, and undo what torch does to deques, strings and dtypes."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Casting complex values to real")
-            self._optimizer.load_state_dict(given)
+        self._optimizer.load_state_dict(given)
         if self._is_ours:
             return
         held = getattr(self._optimizer, "state", {})
         for index, (p, keeps_dtypes) in enumerate(zip(self._params(), as_saved, strict=True)):
-            entry, saved = held.get(p), given.get("state", {}).get(index, {})
-            for key in () if entry is None else entry.keys() & saved.keys():
+            entry: Json = held.get(p, {})
+            saved: Json = given.get("state", {}).get(index, {})
+            for key in entry.keys() & saved.keys():
                 entry[key] = _as_given(entry[key], saved[key], keeps_dtypes)
 
     def undo(self) -> Callable[[], object]:
@@ -210,8 +209,7 @@ class OptimizerState(Item):
 def _as_given(loaded: Any, given: Any, keeps_dtypes: bool) -> Any:
     """Return loaded tensors in the given containers, with their dtypes, and given strings."""
     # torch makes new deques without a length, and of strings those of generators.
-    is_tensor: Any = lambda leaf: isinstance(leaf, Tensor)  # noqa: E731
-    tensors = iter(filter(is_tensor, tree_leaves(loaded)))
+    tensors = iter([leaf for leaf in tree_leaves(loaded) if isinstance(leaf, Tensor)])
 
     def leaf_of(given: Any) -> Any:
         if not isinstance(given, Tensor):
@@ -244,25 +242,23 @@ def _encoded(values: Mapping[str, Any], where: str, keep: Keep, key: str) -> Jso
 
 
 def _common(
-    names: list[str], saved: Mapping[str, Json], body: Json, where: str, remedy: str
+    names: list[str], saved: Mapping[str, Json], tensors: Json, where: str, remedy: str
 ) -> Json:
     """Return the values that were saved for parameters, which must be the same for all of them."""
     known = [(name, saved[name]) for name in names if name in saved]
     if not known:
         return _NOTHING
-    first, found = known[0]
-    options = _resolved(found["options"], body["tensors"])
-    for name, its in known[1:]:
-        other = options if its is found else _resolved(its["options"], body["tensors"])
-        if other != options:
-            differ = (k for k in {**options, **other} if options.get(k) != other.get(k))
-            key = next(differ, next(iter(options.keys() ^ other.keys()), ""))
+    first, common = known[0]
+    for name, others in known[1:]:
+        one, other = (_resolved(each["options"], tensors) for each in (common, others))
+        if other != one:
+            missing = object()
+            key = next(k for k in {**one, **other} if one.get(k, missing) != other.get(k, missing))
             raise ValueError(
-                f"{where}: holds {first!r}, saved with {_shown(key)}="
-                f"{reprlib.repr(options.get(key))}, and {name!r}, saved with {_shown(key)}="
-                f"{reprlib.repr(other.get(key))}; {remedy}"
+                f"{where}: holds {first!r}, saved with {_shown(key)}={reprlib.repr(one.get(key))}, "
+                f"and {name!r}, saved with {_shown(key)}={reprlib.repr(other.get(key))}; {remedy}"
             )
-    return found
+    return common
 
 
 def _resolved(encoded: Any, tensors: Json) -> Any:
@@ -271,7 +267,7 @@ def _resolved(encoded: Any, tensors: Json) -> Any:
         return [_resolved(member, tensors) for member in encoded]
     if not isinstance(encoded, dict):
         return encoded
-    if isinstance(encoded.get("$tensor"), str):
+    if "$tensor" in encoded:
         return {**tensors[encoded["$tensor"]], "file": ""}
     return {key: _resolved(value, tensors) for key, value in encoded.items()}
 

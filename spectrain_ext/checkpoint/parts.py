@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -24,9 +24,6 @@ from .documents import Json, Keep, dtype_of, encode
 from .storage import WEIGHTS
 
 _MASTERS = "master."
-_EXTRA = "_extra_state"  # of get_extra_state
-
-_Place = tuple[int, torch.Size, tuple[int, ...]]  # of a tensor in memory
 
 
 class Stateful(Protocol):
@@ -220,45 +217,54 @@ class Weights(Item):
 
     def match(self, body: Json) -> list[Any]:
         """Check shapes and kinds of numbers, and choose between saved weights and masters."""
-        saved = _Saved(body)
-        left = {*saved.left_out, *self._not_taken_back()}
-        self._keeps = [name for name, _ in self._part.tensors() if name in left]
+        part = self._part
+        stages = [*body.get("of_all_stages", ()), *body["stages"]]
+        weights = weights_of({"stages": stages})
+        masters = {name: key for stage in body["stages"] for name, key in stage["masters"].items()}
+        left = {name for stage in body["stages"] for name in stage["left_out"]}
+        left |= {*self._not_taken_back()}
+        self._keeps = [name for name, _ in part.tensors() if name in left]
         if self._keeps:
             warnings.warn(
                 f"{self.what}: {listed(self._keeps)} keep their present values: they are frozen, "
                 "and their modules refuse to load them",
                 stacklevel=2,
             )
-        sources: dict[str, Json] = {}  # by key of the module's state_dict
-        places: dict[_Place, list[str]] = {}  # the keys of one tensor
-        aliases: dict[_Place, list[str]] = {}  # its names
-        wide: dict[_Place, Json] = {}
+
+        def source(names: Sequence[str], tensor: Tensor) -> Json:
+            """Return the saved tensor for one that has these names."""
+            for saved in (weights, masters):
+                entries = {n: body["tensors"][saved[n]["$tensor"]] for n in names if n in saved}
+                for name, entry in entries.items():
+                    _check_fits(name, entry, tensor)
+                    first = next(iter(entries))
+                    if any(entry[key] != entries[first][key] for key in ("dtype", "sha256")):
+                        raise ValueError(differing(first, name))
+            name = next(name for name in names if name in weights)
+            dtype = dtype_of(body["tensors"][weights[name]["$tensor"]]["dtype"])
+            wide = [masters[name] for name in names if name in masters]
+            chosen: Json = weights[name]
+            return wide[0] if wide and dtype.itemsize < tensor.dtype.itemsize else chosen
+
+        # each tensor of the module, with its keys in the ``state_dict`` and its names in the model
+        tensors: dict[object, tuple[Tensor, list[str], list[str]]] = {}
         for (name, tensor), key in zip(
-            self._part.tensors(), self._part.module.state_dict(keep_vars=True), strict=True
+            part.tensors(), part.module.state_dict(keep_vars=True), strict=True
         ):
             if name in left:
                 continue
-            if name not in saved.weights:
+            if name not in weights:
                 raise ValueError(f"has no {name!r}, which {self.what} has")
-            place = (tensor.data_ptr(), tensor.shape, tensor.stride())
-            aliases.setdefault(place, []).extend((*self._part.tied.get(name, ()), name))
-            # Tied weights have one master, under the home's name.
-            name = next((n for n in self._part.tied.get(name, ()) if n in saved.weights), name)
-            saved.check(name, tensor)
-            sources[key], is_master = saved.source(name, tensor.dtype)
-            places.setdefault(place, []).append(key)
-            if is_master:
-                wide.setdefault(place, sources[key])
-        for names in aliases.values():
-            saved.check_alike(names)
-        for place, source in wide.items():
-            sources.update(dict.fromkeys(places[place], source))
-        names_of = self._part.parameter_names()
-        masters = [
-            saved.source(names_of[p], master.dtype)[0] for p, master in self._part.masters.items()
-        ]
-        # pairs, because a name may begin with "$"
-        return [[[key, source] for key, source in sources.items()], masters]
+            place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            _, keys, names = tensors.setdefault(place, (tensor, [], []))
+            keys.append(key)
+            names += (*part.tied.get(name, ()), name)
+        sources: list[Any] = []  # pairs, because a name may begin with "$"
+        for tensor, keys, names in tensors.values():
+            saved = source(names, tensor)
+            sources += [[key, saved] for key in keys]
+        names_of = part.parameter_names()
+        return [sources, [source([names_of[p]], master) for p, master in part.masters.items()]]
 
     def put(self, state: Any) -> None:
         weights, masters = state
@@ -267,8 +273,32 @@ class Weights(Item):
             master.copy_(value)
 
     def _not_taken_back(self) -> list[str]:
-        names = self._part.names
-        return [names[key] for key in _not_taken_back(self._part.module, self.what)]
+        """Return frozen tensors that a part of the module gives but refuses to load.
+
+        Quantized layers do so: what they give is packed, with its scales under more names.
+        """
+        left: list[str] = []
+        for path, module in self._part.module.named_modules(remove_duplicate=False):
+            given: dict[str, Any] = {}
+            module._save_to_state_dict(given, "", keep_vars=True)
+            held = {**module._parameters, **module._buffers}
+            unusual = [
+                name
+                for name, value in given.items()
+                if name != "_extra_state" and not _fits(held.get(name), value)
+            ]
+            if not unusual or _takes_back(module):
+                continue
+            own = [name for name, p in module._parameters.items() if p is not None]
+            trained = [name for name in own if module._parameters[name].requires_grad]
+            if own and own == trained:
+                raise TypeError(
+                    f"{self.what}: {type(module).__name__} refuses to load {unusual[0]!r}, which "
+                    "its state_dict() has, and its weights are trained; it cannot be saved"
+                )
+            prefix = f"{path}." if path else ""
+            left += [self._part.names[prefix + name] for name in given if name not in trained]
+        return left
 
     def undo(self) -> Callable[[], None]:
         """Return a function that restores CPU copies directly, without the module's hooks."""
@@ -283,86 +313,20 @@ class Weights(Item):
         return put_back
 
 
-class _Saved:
-    """The weights and masters of all stages of a document."""
-
-    def __init__(self, body: Json) -> None:
-        self._tensors = body["tensors"]
-        self.weights = weights_of({"stages": [*body.get("of_all_stages", ()), *body["stages"]]})
-        self.left_out = [name for s in body["stages"] for name in s["left_out"]]
-        self._masters: Json = {k: v for s in body["stages"] for k, v in s["masters"].items()}
-
-    def _entries(self, name: str) -> list[Json]:
-        references = [saved[name] for saved in (self.weights, self._masters) if name in saved]
-        return [self._tensors[reference["$tensor"]] for reference in references]
-
-    def check(self, name: str, tensor: Tensor) -> None:
-        for entry in self._entries(name):
-            if entry["shape"] != list(tensor.shape):
-                raise ValueError(
-                    f"{name!r} has shape {entry['shape']}, expected {list(tensor.shape)}"
-                )
-            if kind_of(dtype_of(entry["dtype"])) != kind_of(tensor.dtype):
-                raise ValueError(
-                    f"{name!r} is {entry['dtype']}, which does not fit into "
-                    f"{str(tensor.dtype).removeprefix('torch.')}"
-                )
-
-    def check_alike(self, names: Iterable[str]) -> None:
-        """Raise ValueError if the saved tensors with these names, or their masters, differ."""
-        for saved in (self.weights, self._masters):
-            entries = {n: self._tensors[saved[n]["$tensor"]] for n in names if n in saved}
-            first = next(iter(entries), "")
-            for name, entry in entries.items():
-                if any(entry[key] != entries[first][key] for key in ("dtype", "sha256")):
-                    raise ValueError(differing(first, name))
-
-    def source(self, name: str, dtype: torch.dtype) -> tuple[Json, bool]:
-        """Return a saved tensor and whether it is a master, used if the weight is too narrow."""
-        narrow = dtype_of(self._entries(name)[0]["dtype"]).itemsize < dtype.itemsize
-        is_master = narrow and name in self._masters
-        return (self._masters if is_master else self.weights)[name], is_master
+def _check_fits(name: str, entry: Json, tensor: Tensor) -> None:
+    """Raise ValueError if a saved tensor has another shape or kind of numbers."""
+    if entry["shape"] != list(tensor.shape):
+        raise ValueError(f"{name!r} has shape {entry['shape']}, expected {list(tensor.shape)}")
+    if kind_of(dtype_of(entry["dtype"])) != kind_of(tensor.dtype):
+        raise ValueError(
+            f"{name!r} is {entry['dtype']}, which does not fit into "
+            f"{str(tensor.dtype).removeprefix('torch.')}"
+        )
 
 
 def weights_of(body: Json) -> Json:
     """Return the references of all weights in a document, by the model's names."""
     return {name: found for stage in body["stages"] for name, found in stage["weights"].items()}
-
-
-def _not_taken_back(module: nn.Module, where: str) -> list[str]:
-    """Return keys of frozen tensors that a part of the module gives but refuses to load.
-
-    Quantized layers do so: what they give is packed, with its scales under more names.
-    """
-    modules = dict(module.named_modules(remove_duplicate=False))
-    parts: dict[str, list[str]] = {}
-    given = module.state_dict(keep_vars=True)  # without a warning, see ``Part.tensors``
-    for key in given:
-        path = key.rpartition(".")[0]
-        while path not in modules:  # such as "0.weight" of "0.weight.absmax"
-            path = path.rpartition(".")[0]
-        parts.setdefault(path, []).append(key)
-    found = []
-    for path, keys in parts.items():
-        part = modules[path]
-        held = {**part._parameters, **part._buffers}
-        names = [key[len(path) + 1 if path else 0 :] for key in keys]
-        unusual = [
-            key
-            for key, name in zip(keys, names, strict=True)
-            if name != _EXTRA and not _fits(held.get(name), given[key])
-        ]
-        if not unusual or _takes_back(part):
-            continue
-        own = list(part.parameters(recurse=False))
-        trained = {name for name, p in part.named_parameters() if p.requires_grad}
-        if own and all(p.requires_grad for p in own):
-            raise TypeError(
-                f"{where}: {type(part).__name__} refuses to load {unusual[0]!r}, which its "
-                "state_dict() has, and its weights are trained; it cannot be saved"
-            )
-        found += [key for key, name in zip(keys, names, strict=True) if name not in trained]
-    return found
 
 
 def _fits(held: Tensor | None, given: Tensor) -> bool:
