@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from spectrain_ext.distributed.pipeline import DistributedPipeline
 from spectrain_ext.distributed.store import Peers
-from spectrain_ext.errors import CheckpointError
-from spectrain_ext.files import partial, read_bounded, remove, replace_file, replaced
+from spectrain_ext.files import partial, remove, replaced
 from spectrain_ext.pipeline.loops import warn_unless_begun
 from spectrain_ext.pipeline.losses import Keep, Result
 from spectrain_ext.pipeline.observer import Observer
@@ -30,7 +29,6 @@ from .storage import drop, more_than_checkpoint, recover
 
 _logger = logging.getLogger(__name__)
 
-LATEST = "latest"
 NAME = re.compile(r"minibatch-[0-9]{8,18}")
 
 
@@ -43,7 +41,7 @@ class CheckpointManager:
     ``every_seconds`` they depend on the clock.
 
     Args:
-        directory: holds ``minibatch-00000100``, ... and the file ``latest`` with the newest name.
+        directory: holds ``minibatch-00000100``, ...
         pipe: the pipeline to save.
         sampler: determines the order of the data; saved and loaded too.
         every_minibatches: save after this many minibatches.
@@ -72,7 +70,7 @@ class CheckpointManager:
         >>> [result.index for result in manager.run(batches)]
         [0, 1, 2, 3]
         >>> sorted(path.name for path in Path("run").iterdir())
-        ['latest', 'minibatch-00000002', 'minibatch-00000004']
+        ['minibatch-00000002', 'minibatch-00000004']
         >>> manager.restore().minibatches
         4
     """
@@ -119,29 +117,16 @@ class CheckpointManager:
     # Resuming
 
     def latest(self) -> Path | None:
-        """Return the newest complete checkpoint, or None.
-
-        Raises:
-            CheckpointError: the file ``latest`` is damaged.
-        """
-        pointer = self.directory / LATEST
-        try:
-            name = read_bounded(pointer, 100).decode().strip()
-        except FileNotFoundError:
-            found = self._whole()  # stopped after the first checkpoint, before the file ``latest``
-            return found[-1] if found else None
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{pointer}: cannot be read: {error}") from error
-        if not NAME.fullmatch(name):
-            raise CheckpointError(f"{pointer}: damaged, expected a checkpoint's name, got {name!r}")
-        return self.directory / name
+        """Return the newest checkpoint, or None."""
+        checkpoints = self._checkpoints()
+        return checkpoints[-1] if checkpoints else None
 
     def restore(self) -> Loaded | None:
         """Load the newest checkpoint; return None and change nothing if there is none.
 
         Raises:
             CheckpointError: the checkpoint is damaged or does not fit; the message names the file.
-                You can pass an older one to ``load``.
+                Remove its directory to restore the one before.
         """
         doing = "looking for the newest checkpoint"
         with together(self.pipe, doing):
@@ -164,7 +149,6 @@ class CheckpointManager:
         """Clean up after a save that did not finish; return the newest checkpoint (on rank 0)."""
         if self._peers.rank != 0:
             return None
-        remove(partial(self.directory / LATEST))
         for leftover in sorted(self.directory.glob(".minibatch-*")):
             path = self.directory / leftover.name.strip(".").partition(".")[0]
             if NAME.fullmatch(path.name) and leftover in (partial(path), replaced(path)):
@@ -301,10 +285,9 @@ class CheckpointManager:
             saving.result()
 
     def _committed(self, path: Path) -> None:
-        """Update ``latest``, and remove checkpoints beyond ``keep``; called on rank 0."""
-        replace_file(self.directory / LATEST, f"{path.name}\n".encode())
+        """Remove checkpoints beyond ``keep``; called on rank 0."""
         _logger.info("checkpoint saved: %s", path)
-        for old in self._whole()[: -self._keep]:
+        for old in self._checkpoints()[: -self._keep]:
             if old == path:
                 continue
             reason = more_than_checkpoint(old)
@@ -314,14 +297,11 @@ class CheckpointManager:
             else:
                 _logger.warning("checkpoint kept: %s %s", old, reason)
 
-    def _whole(self) -> list[Path]:
-        """Return all complete checkpoints, oldest first; an incomplete one has another name."""
-        if not self.directory.is_dir():
-            return []
-        return sorted(
-            (path for path in self.directory.iterdir() if NAME.fullmatch(path.name)),
-            key=lambda path: int(path.name.rpartition("-")[2]),
-        )
+    def _checkpoints(self) -> list[Path]:
+        """Return all checkpoints, oldest first; an incomplete one has another name."""
+        paths = self.directory.glob("minibatch-*")
+        named = (path for path in paths if NAME.fullmatch(path.name))
+        return sorted(named, key=lambda path: int(path.name.rpartition("-")[2]))
 
     def _position(self) -> int:
         return self.sampler.position if isinstance(self.sampler, ShuffledSampler) else 0

@@ -111,13 +111,12 @@ def test_links_in_the_way_are_removed_and_not_followed(tmp_path: Path, saved: Pa
     (target / "precious").write_text("mine")
     where = tmp_path / "run"
     where.mkdir()
-    for name in ("minibatch-00000000", "c", "latest"):
+    for name in ("minibatch-00000000", "c"):
         (where / f".{name}.partial").symlink_to(target)
         (where / f".{name}.replaced").symlink_to(target / "precious")
     save(where / "c", model())
     manager = CheckpointManager(where, pipeline(2))
     manager.save()
-    (where / ".latest.partial").symlink_to(target / "precious")
     (where / ".minibatch-00000000.partial").symlink_to(target / "none")
     manager.save()
     (where / ".minibatch-00000007.replaced").symlink_to(saved)
@@ -125,8 +124,7 @@ def test_links_in_the_way_are_removed_and_not_followed(tmp_path: Path, saved: Pa
     assert CheckpointManager(where, pipeline(2)).restore().minibatches == 0
     assert names(target) == ["precious"]
     assert (target / "precious").read_text() == "mine"
-    left = {path.name for path in where.iterdir() if path.is_symlink()}
-    assert left == {".latest.replaced"}  # not the package's file
+    assert not any(path.is_symlink() for path in where.iterdir())
     assert saved.is_dir()
 
 
@@ -162,13 +160,13 @@ def test_a_full_disk_leaves_the_last_one_whole(tmp_path: Path, asynchronous: boo
         with pytest.raises((CheckpointError, OSError), match="No space left"):
             manager.save()
             manager.wait()
-    assert names(tmp_path) == ["latest", "minibatch-00000003"]
+    assert names(tmp_path) == ["minibatch-00000003"]
     other = CheckpointManager(tmp_path, pipeline(2, seed=3))
     assert other.restore().minibatches == 3
     same(state_of(other.pipe), expected)
     manager.save()  # there is space again
     manager.wait()
-    assert names(tmp_path)[1:] == ["minibatch-00000003", "minibatch-00000004"]
+    assert names(tmp_path) == ["minibatch-00000003", "minibatch-00000004"]
 
 
 KILLED = """
@@ -223,7 +221,7 @@ def try_all(means):
         is_old = torch.equal(weight, old[0].linear.weight)
         assert is_old or torch.equal(weight, next(pipe.parameters()))
         names = sorted(path.name for path in directory.iterdir())
-        assert names == ["latest", "minibatch-00000000"], names
+        assert names == ["minibatch-00000000"], names
         print(means, code, "old" if is_old else "new")
         if code == 0:
             return
