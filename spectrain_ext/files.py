@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import json
 import math
@@ -16,8 +15,6 @@ from typing import Any, BinaryIO
 
 #: The index of a model whose weights are in several files, as in Hugging Face's tools.
 MODEL_INDEX = "model.safetensors.index.json"
-
-_HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 
 
 def read_bounded(path: str | os.PathLike[str], largest: int) -> bytes:
@@ -112,18 +109,11 @@ def replace_directory(path: Path) -> None:
     """
     if not os.path.lexists(path):
         partial(path).rename(path)
-    elif not exchanged(partial(path), path):
-        remove(replaced(path))
-        path.rename(replaced(path))
-        partial(path).rename(path)
-        replaced(path).rename(partial(path))
-
-
-def exchanged(one: Path, other: Path) -> bool:
-    """Exchange two names atomically; return False if the system or the file system cannot."""
-    call = getattr(ctypes.CDLL(None), "renameat2", None)  # glibc 2.28
-    names = os.fsencode(one), os.fsencode(other)
-    return call is not None and call(_HERE, names[0], _HERE, names[1], _EXCHANGE) == 0
+        return
+    remove(replaced(path))
+    path.rename(replaced(path))
+    partial(path).rename(path)
+    replaced(path).rename(partial(path))
 
 
 def sync_directory(path: Path) -> None:
