@@ -7,14 +7,8 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from datetime import timedelta
 from pathlib import Path
 
-import torch.distributed as dist
-
-from spectrain_ext.distributed.pipeline import DistributedPipeline
-from spectrain_ext.distributed.store import Peers
 from spectrain_ext.files import partial, remove, replaced
 from spectrain_ext.pipeline.loops import warn_unless_begun
 from spectrain_ext.pipeline.losses import Keep, Result
@@ -24,7 +18,7 @@ from spectrain_ext.pipeline.segments import Segment, segments
 
 from .loading import Loaded, load
 from .sampler import Sampler, ShuffledSampler
-from .saving import PendingCheckpoint, peers_of, together
+from .saving import peers_of, together, write
 from .storage import drop, more_than_checkpoint, recover
 
 _logger = logging.getLogger(__name__)
@@ -48,8 +42,6 @@ class CheckpointManager:
         every_seconds: save at the first minibatch after this many seconds.
         keep: number of checkpoints to keep. Older ones are removed once a newer one is complete,
             except those to which somebody has added files.
-        asynchronous: write in a thread during training. This pays if writing takes longer than
-            copying (slow disk, GPU), and needs CPU memory for a copy of all state.
 
     Attributes:
         minibatches: number of minibatches trained on in all runs.
@@ -84,7 +76,6 @@ class CheckpointManager:
         every_minibatches: int | None = None,
         every_seconds: float | None = None,
         keep: int = 3,
-        asynchronous: bool = False,
     ) -> None:
         for name, value, least in (
             ("every_minibatches", every_minibatches, 1),
@@ -101,13 +92,6 @@ class CheckpointManager:
         self._every = every_minibatches
         self._seconds = every_seconds
         self._keep = keep
-        self._asynchronous = asynchronous
-        self._writing = self._peers
-        if asynchronous and isinstance(pipe, DistributedPipeline):
-            # Messages of the writing thread must not mix with the caller's.
-            timeout = timedelta(seconds=pipe.timeout)
-            self._writing = Peers(dist.new_group(timeout=timeout, backend="gloo"))
-        self._saving: Future[None] | None = None
         self._failed = False
         # A loader with workers reads the sampler ahead of training, so its position is this offset
         # plus the minibatches trained on.
@@ -129,10 +113,8 @@ class CheckpointManager:
                 Remove its directory to restore the one before.
         """
         doing = "looking for the newest checkpoint"
-        with together(self.pipe, doing):
-            self.wait()
-            with self._peers.attempt(doing) as names:
-                names.append(str(self._recover() or ""))
+        with together(self.pipe, doing), self._peers.attempt(doing) as names:
+            names.append(str(self._recover() or ""))
         found = names[0]
         if not found:
             return None
@@ -181,8 +163,8 @@ class CheckpointManager:
             in flight, and saves if a save is due.
 
         Raises:
-            CheckpointError: a save failed (with ``asynchronous``, an earlier one). The
-                checkpoints before it are intact. Otherwise as ``pipe.run``.
+            CheckpointError: a save failed. The checkpoints before it are intact. Otherwise as
+                ``pipe.run``.
         """
         begun: list[bool] = []
         return warn_unless_begun(self._run(batches, trace, keep, extra, begun), begun)
@@ -260,29 +242,18 @@ class CheckpointManager:
         if isinstance(sampler, ShuffledSampler):
             sampler = sampler.at(self._offset + self.minibatches)
         with together(self.pipe, f"saving {path.name}"):
-            self.wait()
-            pending = PendingCheckpoint(
+            write(
                 path,
                 self.pipe,
                 self._peers,
+                overwrite=True,
+                committed=lambda: self._committed(path),
                 minibatches=self.minibatches,
                 sampler=sampler,
                 extra=extra,
-                overwrite=True,
-                committed=lambda: self._committed(path),
             )
-            if self._asynchronous:
-                self._saving = pending.write_behind(self._writing)
-            else:
-                pending.write()
         self._last = (self.minibatches, time.monotonic())
         return path
-
-    def wait(self) -> None:
-        """Wait for an asynchronous save; raises if it failed."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.result()
 
     def _committed(self, path: Path) -> None:
         """Remove checkpoints beyond ``keep``; called on rank 0."""

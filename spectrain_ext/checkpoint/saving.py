@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -72,19 +71,10 @@ def save(
         >>> sorted(path.name for path in Path("checkpoint").iterdir())
         ['checkpoint.json', 'model.safetensors', 'state.safetensors']
     """
+    state = {"optimizer": optimizer, "scheduler": scheduler, "minibatches": minibatches}
+    state |= {"sampler": sampler, "extra": extra, "only_model": only_model}
     with together(target, f"saving {Path(path).name}"):
-        PendingCheckpoint(
-            path,
-            target,
-            peers_of(target),
-            overwrite=overwrite,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            minibatches=minibatches,
-            sampler=sampler,
-            extra=extra,
-            only_model=only_model,
-        ).write()
+        write(path, target, peers_of(target), overwrite=overwrite, **state)
 
 
 def together(target: nn.Module, what: str) -> AbstractContextManager[None]:
@@ -99,73 +89,45 @@ def peers_of(target: nn.Module) -> Peers:
     return Peers(alone=True)
 
 
-class PendingCheckpoint:
-    """A checkpoint's content, collected but not copied: tensors are those in training."""
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        target: nn.Module,
-        peers: Peers,
-        *,
-        overwrite: bool = False,
-        committed: Callable[[], None] | None = None,  # called on rank 0 after the commit
-        **state: Any,  # further arguments of ``save``
-    ) -> None:
-        self._path = Path(path).absolute()
-        self._overwrite = overwrite
-        self._peers = peers
-        self._committed = committed
-        self._first = peers.rank == 0
-        self._tensors: dict[str, Tensor] = {}
-        try:
-            with peers.attempt(f"preparing {self._path.name}") as found:
-                if self._first:
-                    storage.check_free(self._path, overwrite)
-                found.append(_collected(target, peers, self._tensors, **state))
-                if self._first:
-                    storage.begin(self._path)
-            self._names = _file_names(found, peers.rank)
-            self._body = _merged(found)
-        except BaseException:
-            self._discard()
-            raise
-
-    def write_behind(self, peers: Peers) -> Future[None]:
-        """Copy the tensors now and write them in a thread, which communicates through ``peers``."""
-        self._tensors = {k: t.detach().to("cpu", copy=True) for k, t in self._tensors.items()}
-        self._peers = peers
-        thread = ThreadPoolExecutor(1, "spectrain checkpoint")
-        future = thread.submit(self.write)
-        thread.shutdown(wait=False)
-        return future
-
-    def write(self) -> None:
-        """Write this process's tensors; the first process adds the document."""
-        told = (f"writing {self._path.name}", str(self._path))
-        try:
-            with self._peers.attempt(*told) as found:
-                entries: Json = {}
-                files: dict[str, int] = {}
-                for name, keys in self._names.items():
-                    content = {key: self._tensors[key] for key in keys}
-                    added, files[name] = storage.write_tensors(self._path, name, content)
-                    entries |= added
-                found.append((entries, files))
-            with self._peers.attempt(*told):
-                if self._first:
-                    entries = {key: entry for each, _ in found for key, entry in each.items()}
-                    files = {name: size for _, each in found for name, size in each.items()}
-                    storage.commit(self._path, self._overwrite, self._body, entries, files)
-                    if self._committed is not None:
-                        self._committed()
-        except BaseException:
-            self._discard()
-            raise
-
-    def _discard(self) -> None:
-        if self._first:
-            storage.discard(self._path)
+def write(
+    path: str | os.PathLike[str],
+    target: nn.Module,
+    peers: Peers,
+    *,
+    overwrite: bool,
+    committed: Callable[[], object] = lambda: None,  # called on rank 0 after the commit
+    **state: Any,  # further arguments of ``save``
+) -> None:
+    """Save, in all processes: each writes its tensors, and the first one adds the document."""
+    path = Path(path).absolute()
+    is_first = peers.rank == 0
+    tensors: dict[str, Tensor] = {}
+    writing = f"writing {path.name}", str(path)
+    try:
+        with peers.attempt(f"preparing {path.name}") as documents:
+            if is_first:
+                storage.check_free(path, overwrite)
+            documents.append(_collected(target, peers, tensors, **state))
+            if is_first:
+                storage.begin(path)
+        with peers.attempt(*writing) as written:
+            entries: Json = {}
+            files: dict[str, int] = {}
+            for name, keys in _file_names(documents, peers.rank).items():
+                content = {key: tensors[key] for key in keys}
+                added, files[name] = storage.write_tensors(path, name, content)
+                entries |= added
+            written.append((entries, files))
+        with peers.attempt(*writing):
+            if is_first:
+                entries = {key: entry for each, _ in written for key, entry in each.items()}
+                files = {name: size for _, each in written for name, size in each.items()}
+                storage.commit(path, overwrite, _merged(documents), entries, files)
+                committed()
+    except BaseException:
+        if is_first:
+            storage.discard(path)
+        raise
 
 
 def items_of(part: Part) -> dict[str, Item]:

@@ -27,43 +27,38 @@ def lists(results):
     return [(result.index, result.loss.item()) for result in results]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_saves_when_it_is_time_and_keeps_the_last(tmp_path, asynchronous):
-    manager = CheckpointManager(
-        tmp_path / "c", pipeline(2), every_minibatches=2, keep=2, asynchronous=asynchronous
-    )
+def test_saves_when_it_is_time_and_keeps_the_last(tmp_path):
+    manager = CheckpointManager(tmp_path / "c", pipeline(2), every_minibatches=2, keep=2)
     assert manager.latest() is None
     assert manager.restore() is None
     found = [result.index for result in manager.run(batches(7))]
-    manager.wait()
     assert found == list(range(7))
     assert manager.minibatches == 7
     assert names(tmp_path / "c") == ["minibatch-00000004", "minibatch-00000006"]
     assert manager.latest() == tmp_path / "c" / "minibatch-00000006"
     # the next one is due at 8, not 2 after the start of the run
     assert [result.index for result in manager.run(batches(1))] == [7]
-    manager.wait()
     assert names(tmp_path / "c") == ["minibatch-00000006", "minibatch-00000008"]
 
 
 @pytest.mark.parametrize(
-    ("stop", "method", "asynchronous"),
+    ("stop", "method"),
     [
-        (4, "spectrain+sync@8", False),
-        (5, "spectrain+sync@4", True),
-        (7, hybrid("pipedream", after=None, gap=0.02), False),
-        (9, "sync+pipedream@5", True),
+        (4, "spectrain+sync@8"),
+        (5, "spectrain+sync@4"),
+        (7, hybrid("pipedream", after=None, gap=0.02)),
+        (9, "sync+pipedream@5"),
     ],
     ids=["due", "between", "epoch", "next"],
 )
-def test_stopped_anywhere_and_restored_is_never_stopped(tmp_path, stop, method, asynchronous):
+def test_stopped_anywhere_and_restored_is_never_stopped(tmp_path, stop, method):
     """In any phase of a method too."""
 
     def make(name, seed=0):
         sampler = ShuffledSampler(40, 6, seed=1)
-        more = {"sampler": sampler, "every_minibatches": 2, "asynchronous": asynchronous}
         pipe = pipeline(3, seed, method=method)
-        return CheckpointManager(tmp_path / name, pipe, **more), loader(sampler)
+        manager = CheckpointManager(tmp_path / name, pipe, sampler=sampler, every_minibatches=2)
+        return manager, loader(sampler)
 
     kept, data = make("kept")
     expected = [pair for _ in range(2) for pair in lists(kept.run(data))]
@@ -75,7 +70,6 @@ def test_stopped_anywhere_and_restored_is_never_stopped(tmp_path, stop, method, 
         for result in stopped.run(data):
             if result.index + 1 == end:
                 break
-    stopped.wait()
 
     continued, data = make("stopped", seed=5)
     torch.manual_seed(99)
@@ -89,8 +83,6 @@ def test_stopped_anywhere_and_restored_is_never_stopped(tmp_path, stop, method, 
         again += lists(continued.run(data))
     assert again == expected[done:]
     same(state_of(continued.pipe), state_of(kept.pipe))
-    continued.wait()
-    kept.wait()
 
 
 def test_a_pipeline_that_went_too_far_goes_back_to_the_phase_of_a_checkpoint(tmp_path):
@@ -161,18 +153,6 @@ def test_a_failed_run_is_not_saved_and_a_restart_has_what_was_saved_along(tmp_pa
     loaded = manager.restore()
     assert (loaded.minibatches, loaded.extra) == (2, {"losses": losses[:2]})
     assert [result.index for result in manager.run(batches(2))] == [2, 3]
-
-
-def test_what_is_saved_in_the_background_is_of_now(tmp_path):
-    manager = CheckpointManager(tmp_path, pipeline(2), asynchronous=True)
-    list(manager.run(batches(2)))
-    expected = state_of(manager.pipe)
-    manager.save()
-    list(manager.run(batches(3)))
-    other = CheckpointManager(tmp_path, pipeline(2, seed=5))
-    manager.wait()
-    assert other.restore().minibatches == 2
-    same(state_of(other.pipe), expected)
 
 
 def test_a_damaged_checkpoint_and_the_one_before(tmp_path):

@@ -135,12 +135,11 @@ def trains(rank, ranks, path, chunks=1):
 
     # rank 0's clock counts, and any rank that leaves the loop ends it for all
     seconds = {"every_seconds": 0 if rank == 0 else 1e9}
-    timed = manager_of(f"{path}/timed", rank, ranks, 0, chunks=chunks, asynchronous=True, **seconds)
+    timed = manager_of(f"{path}/timed", rank, ranks, 0, chunks=chunks, **seconds)
     list(timed.run(mine(batches(2))))
     for _ in timed.run(mine(batches(9))):
         if rank == 1:
             break
-    timed.wait()
     return first, second, everything(other.pipe), timed.minibatches, refused
 
 
