@@ -254,7 +254,8 @@ def write_trace(
 
     Args:
         microseconds: per unit of the spans' time.
-        origin: ``Trace.origin``, which ``merge_traces`` needs to align the files of several ranks.
+        origin: ``Trace.origin``, saved as ``baseTimeNanoseconds``: it aligns the files of several
+            ranks, as docs/distributed.md shows.
 
     Example:
         >>> from spectrain_ext.timelines import simulate_method, write_trace
