@@ -19,8 +19,7 @@ from spectrain_ext.pipeline.pipeline import Pipeline
 from . import storage
 from .documents import NAME, Json, decode, digest, tensors_in
 from .parts import Item, Part, Stateful, Weights, parts_of, weights_of
-from .progress import Generators, Training
-from .sampler import Sampler, SamplerState
+from .progress import Generators, SamplerState, Training
 from .saving import items_of, peers_of, together
 
 
@@ -53,7 +52,7 @@ def load(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: Stateful | None = None,
-    sampler: Sampler | None = None,
+    sampler: Stateful | None = None,
     only_model: bool = False,
 ) -> Loaded:
     """Load parameters, module buffers, optimizers and schedulers from a checkpoint.

@@ -17,7 +17,8 @@ from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.pipeline.segments import Segment, segments
 
 from .loading import Loaded, load
-from .sampler import Sampler, ShuffledSampler
+from .parts import Stateful
+from .sampler import ShuffledSampler
 from .saving import peers_of, together, write
 from .storage import drop, more_than_checkpoint, recover
 
@@ -72,7 +73,7 @@ class CheckpointManager:
         directory: str | os.PathLike[str],
         pipe: Pipeline,
         *,
-        sampler: Sampler | None = None,
+        sampler: Stateful | None = None,
         every_minibatches: int | None = None,
         every_seconds: float | None = None,
         keep: int = 3,

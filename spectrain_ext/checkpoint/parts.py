@@ -27,13 +27,29 @@ _MASTERS = "master."
 
 
 class Stateful(Protocol):
-    """An object with state to save, such as a learning-rate scheduler."""
+    """An object with state to save: a scheduler, or a sampler with the position in the data.
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state in JSON types and tuples."""
+    Its ``state_dict()`` consists of JSON types and tuples.
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
-        """Restore a state from ``state_dict``."""
+    Example:
+        >>> class Reader:
+        ...     line = 0
+        ...     def state_dict(self):
+        ...         return {"line": self.line}
+        ...     def load_state_dict(self, state):
+        ...         self.line = state["line"]
+        >>> reader, model = Reader(), nn.Linear(2, 2)
+        >>> reader.line = 7
+        >>> st.checkpoint.save("checkpoint", model, sampler=reader)
+        >>> resumed = Reader()
+        >>> loaded = st.checkpoint.load("checkpoint", model, sampler=resumed)
+        >>> resumed.line
+        7
+    """
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
 
 
 class Item:

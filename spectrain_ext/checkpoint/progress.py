@@ -1,4 +1,4 @@
-"""Saves a training's progress: schedulers, averaging, random numbers and the pipeline's counts."""
+"""Saves a training's progress: schedulers, samplers, averaging, random numbers, counts."""
 
 from __future__ import annotations
 
@@ -72,6 +72,30 @@ class SchedulerState(Item):
 
     def put(self, state: Any) -> None:
         self._scheduler.load_state_dict(state)
+
+
+class SamplerState(Item):
+    """The position of a process in the data."""
+
+    what = "the sampler"
+
+    def __init__(self, sampler: Stateful, rank: int) -> None:
+        self._sampler = sampler
+        self._rank = rank
+
+    def state(self) -> Any:
+        return self._sampler.state_dict()
+
+    def match(self, body: Json) -> Any:
+        processes = body["processes"]
+        # rank 0's, if there were fewer processes
+        state = processes[self._rank if self._rank < len(processes) else 0].get("sampler")
+        if state is None:
+            raise ValueError("has no state of a sampler")
+        return state
+
+    def put(self, state: Any) -> None:
+        self._sampler.load_state_dict(state)
 
 
 class Training(Item):

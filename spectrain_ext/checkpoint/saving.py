@@ -20,8 +20,14 @@ from . import storage
 from .documents import Json, Keep, encode
 from .optimizers import OptimizerState
 from .parts import Item, Part, Stateful, Weights, parts_of
-from .progress import AveragingState, Generators, SchedulerState, Training, stage_states
-from .sampler import Sampler, SamplerState
+from .progress import (
+    AveragingState,
+    Generators,
+    SamplerState,
+    SchedulerState,
+    Training,
+    stage_states,
+)
 from .storage import WEIGHTS
 
 
@@ -32,7 +38,7 @@ def save(
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: Stateful | None = None,
     minibatches: int = 0,
-    sampler: Sampler | None = None,
+    sampler: Stateful | None = None,
     extra: object = None,
     overwrite: bool = False,
     only_model: bool = False,
@@ -149,7 +155,7 @@ def _collected(
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: Stateful | None = None,
     minibatches: int = 0,
-    sampler: Sampler | None = None,
+    sampler: Stateful | None = None,
     extra: object = None,
     only_model: bool = False,
 ) -> Json:
