@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 
 
-class Metrics(Observer):
+class Metrics(Observer, AbstractContextManager["Metrics"]):
     """Writes a record of each stage of this process every ``every`` minibatches.
 
     Pass it to ``Pipeline.run(batches, trace=metrics)`` and ``close`` it at the end, or use it in
@@ -54,8 +55,6 @@ class Metrics(Observer):
         every: minibatches per record.
         errors_every: minibatches between two measurements of prediction errors, which keep two
             copies of a stage's weights; None: do not measure them.
-        start: minibatches trained on before, from a checkpoint.
-        labels: more entries for every record; TensorBoard gets no curves of them.
 
     Raises:
         ValueError: a number is out of range, or both path and tensorboard are None.
@@ -80,18 +79,15 @@ class Metrics(Observer):
         tensorboard: str | os.PathLike[str] | None = None,
         every: int = 50,
         errors_every: int | None = 200,
-        start: int = 0,
-        labels: Mapping[str, str | int | float] | None = None,
     ) -> None:
-        limits = ("every", every, 1), ("errors_every", errors_every, 1), ("start", start, 0)
-        for name, value, least in limits:
-            if value is not None and value < least:
-                raise ValueError(f"{name}: expected at least {least}, got {value}")
+        for name, value in (("every", every), ("errors_every", errors_every)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
         if path is None and tensorboard is None:
             raise ValueError("path: expected a file, or a folder as tensorboard, got neither")
         self._pipe = pipe
-        self._every, self._errors_every, self._start = every, errors_every, start
-        self._labels = dict(labels or {})
+        self._every, self._errors_every = every, errors_every
+        self._start = pipe.minibatches
         self._rank: int | None = getattr(pipe, "rank", None)
         self._meters: dict[int, Meter] = {}
         self._sinks: list[Sink] = []
@@ -99,7 +95,7 @@ class Metrics(Observer):
         if tensorboard is not None:
             folder = Path(tensorboard)
             mine = folder if self._rank is None else folder / f"rank{self._rank}"
-            self._sinks.append(TensorBoard(mine, self._labels))
+            self._sinks.append(TensorBoard(mine))
         if path is not None:
             file = Path(path)
             if self._rank is not None:
@@ -138,9 +134,6 @@ class Metrics(Observer):
         for sink in self._sinks:
             sink.close()
 
-    def __enter__(self) -> Metrics:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -158,7 +151,6 @@ class Metrics(Observer):
         busy = window.busy()
         place = self._place_of(stage)
         return {
-            **self._labels,
             "time": window.ended,
             "stage": stage.index,
             "rank": self._rank or 0,
@@ -359,12 +351,11 @@ class JsonLines:
 class TensorBoard:
     """Writes the numbers of every record as scalars ``stage<k>/<name>``, by minibatch."""
 
-    def __init__(self, folder: Path, labels: Iterable[str] = ()) -> None:
-        self._no_curves = _NO_CURVES.union(labels)
+    def __init__(self, folder: Path) -> None:
         self._writer = require_tensorboard().SummaryWriter(str(folder))
 
     def write(self, record: Record) -> None:
-        curves = {name: value for name, value in record.items() if name not in self._no_curves}
+        curves = {name: value for name, value in record.items() if name not in _NO_CURVES}
         for name, value in _numbers(curves):
             self._writer.add_scalar(
                 f"stage{record['stage']}/{name}", value, record["minibatch"], record["time"]
