@@ -19,7 +19,7 @@ from spectrain_ext.pipeline.segments import Segment, segments
 from .loading import Loaded, load
 from .parts import Stateful
 from .sampler import ShuffledSampler
-from .saving import peers_of, together, write
+from .saving import peers_of, save, together
 from .storage import drop, more_than_checkpoint, recover
 
 _logger = logging.getLogger(__name__)
@@ -242,22 +242,23 @@ class CheckpointManager:
         path, sampler = self.directory / f"minibatch-{self.minibatches:08d}", self.sampler
         if isinstance(sampler, ShuffledSampler):
             sampler = sampler.at(self._offset + self.minibatches)
-        with together(self.pipe, f"saving {path.name}"):
-            write(
-                path,
-                self.pipe,
-                self._peers,
-                overwrite=True,
-                committed=lambda: self._committed(path),
-                minibatches=self.minibatches,
-                sampler=sampler,
-                extra=extra,
-            )
+        save(
+            path,
+            self.pipe,
+            minibatches=self.minibatches,
+            sampler=sampler,
+            extra=extra,
+            overwrite=True,
+        )
+        doing = "removing older checkpoints"
+        with together(self.pipe, doing), self._peers.attempt(doing, str(self.directory)):
+            if self._peers.rank == 0:
+                self._remove_older(path)
         self._last = (self.minibatches, time.monotonic())
         return path
 
-    def _committed(self, path: Path) -> None:
-        """Remove checkpoints beyond ``keep``; called on rank 0."""
+    def _remove_older(self, path: Path) -> None:
+        """Remove checkpoints beyond ``keep``."""
         _logger.info("checkpoint saved: %s", path)
         for old in self._checkpoints()[: -self._keep]:
             if old == path:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,10 +76,43 @@ def save(
         >>> sorted(path.name for path in Path("checkpoint").iterdir())
         ['checkpoint.json', 'model.safetensors', 'state.safetensors']
     """
-    state = {"optimizer": optimizer, "scheduler": scheduler, "minibatches": minibatches}
-    state |= {"sampler": sampler, "extra": extra, "only_model": only_model}
-    with together(target, f"saving {Path(path).name}"):
-        write(path, target, peers_of(target), overwrite=overwrite, **state)
+    path = Path(path).absolute()
+    peers = peers_of(target)
+    is_first = peers.rank == 0
+    tensors: dict[str, Tensor] = {}
+    writing = f"writing {path.name}", str(path)
+    with together(target, f"saving {path.name}"):
+        try:
+            with peers.attempt(f"preparing {path.name}") as documents:
+                if is_first:
+                    storage.check_free(path, overwrite)
+                parts = parts_of(target, optimizer, scheduler)
+                if only_model:
+                    parts = [replace(p, optimizer=None, scheduler=None, masters={}) for p in parts]
+                document = _document(parts, peers, sampler, tensors)
+                training = Training(target).state() if isinstance(target, Pipeline) else None
+                document |= {"minibatches": minibatches, "training": training}
+                document |= {"extra": encode(extra, "extra"), "torch": str(torch.__version__)}
+                documents.append(document)
+                if is_first:
+                    storage.begin(path)
+            with peers.attempt(*writing) as written:
+                entries: Json = {}
+                files: dict[str, int] = {}
+                for name, keys in _file_names(documents, peers.rank).items():
+                    content = {key: tensors[key] for key in keys}
+                    added, files[name] = storage.write_tensors(path, name, content)
+                    entries |= added
+                written.append((entries, files))
+            with peers.attempt(*writing):
+                if is_first:
+                    entries = {key: entry for each, _ in written for key, entry in each.items()}
+                    files = {name: size for _, each in written for name, size in each.items()}
+                    storage.commit(path, overwrite, _merged(documents), entries, files)
+        except BaseException:
+            if is_first:
+                storage.discard(path)
+            raise
 
 
 def together(target: nn.Module, what: str) -> AbstractContextManager[None]:
@@ -95,47 +127,6 @@ def peers_of(target: nn.Module) -> Peers:
     return Peers(alone=True)
 
 
-def write(
-    path: str | os.PathLike[str],
-    target: nn.Module,
-    peers: Peers,
-    *,
-    overwrite: bool,
-    committed: Callable[[], object] = lambda: None,  # called on rank 0 after the commit
-    **state: Any,  # further arguments of ``save``
-) -> None:
-    """Save, in all processes: each writes its tensors, and the first one adds the document."""
-    path = Path(path).absolute()
-    is_first = peers.rank == 0
-    tensors: dict[str, Tensor] = {}
-    writing = f"writing {path.name}", str(path)
-    try:
-        with peers.attempt(f"preparing {path.name}") as documents:
-            if is_first:
-                storage.check_free(path, overwrite)
-            documents.append(_collected(target, peers, tensors, **state))
-            if is_first:
-                storage.begin(path)
-        with peers.attempt(*writing) as written:
-            entries: Json = {}
-            files: dict[str, int] = {}
-            for name, keys in _file_names(documents, peers.rank).items():
-                content = {key: tensors[key] for key in keys}
-                added, files[name] = storage.write_tensors(path, name, content)
-                entries |= added
-            written.append((entries, files))
-        with peers.attempt(*writing):
-            if is_first:
-                entries = {key: entry for each, _ in written for key, entry in each.items()}
-                files = {name: size for _, each in written for name, size in each.items()}
-                storage.commit(path, overwrite, _merged(documents), entries, files)
-                committed()
-    except BaseException:
-        if is_first:
-            storage.discard(path)
-        raise
-
-
 def items_of(part: Part) -> dict[str, Item]:
     """Return a stage's state besides weights and random numbers, by its key in a document."""
     found: dict[str, Item] = {}
@@ -148,21 +139,10 @@ def items_of(part: Part) -> dict[str, Item]:
     return found
 
 
-def _collected(
-    target: nn.Module,
-    peers: Peers,
-    tensors: dict[str, Tensor],
-    optimizer: torch.optim.Optimizer | None = None,
-    scheduler: Stateful | None = None,
-    minibatches: int = 0,
-    sampler: Stateful | None = None,
-    extra: object = None,
-    only_model: bool = False,
+def _document(
+    parts: Sequence[Part], peers: Peers, sampler: Stateful | None, tensors: dict[str, Tensor]
 ) -> Json:
     """Return the document of a process's stages, and add their tensors to ``tensors``."""
-    parts = parts_of(target, optimizer, scheduler)
-    if only_model:
-        parts = [replace(part, optimizer=None, scheduler=None, masters={}) for part in parts]
     keep = _keeper(tensors)
     # First: a failure on one replica only would leave the others waiting here.
     averages = [_averages(part, keep) for part in parts]
@@ -189,16 +169,8 @@ def _collected(
         "random": Generators(parts, peers.rank, peers.size).saved(keep),
         "sampler": None if sampler is None else SamplerState(sampler, peers.rank).saved(keep),
     }
-    return {
-        "stages": stages,
-        "replicas": replicas,
-        "process": process,
-        "keys": list(tensors),
-        "minibatches": minibatches,
-        "training": Training(target).state() if isinstance(target, Pipeline) else None,
-        "extra": encode(extra, "extra"),
-        "torch": str(torch.__version__),
-    }
+    keys = list(tensors)
+    return {"stages": stages, "replicas": replicas, "process": process, "keys": keys}
 
 
 def _keeper(tensors: dict[str, Tensor], prefix: str = "") -> Keep:
