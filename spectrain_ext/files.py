@@ -102,20 +102,6 @@ def present(path: Path) -> Path:
     return old if left else path
 
 
-def replace_directory(path: Path) -> None:
-    """Rename the partial directory to ``path``; a directory that is there becomes the partial one.
-
-    At every moment, ``present(path)`` is one of the two.
-    """
-    if not os.path.lexists(path):
-        partial(path).rename(path)
-        return
-    remove(replaced(path))
-    path.rename(replaced(path))
-    partial(path).rename(path)
-    replaced(path).rename(partial(path))
-
-
 def sync_directory(path: Path) -> None:
     """Write a directory's entries to the disk."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

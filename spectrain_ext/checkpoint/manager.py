@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from spectrain_ext.files import partial, remove, replaced
+from spectrain_ext.files import partial, replaced
 from spectrain_ext.pipeline.loops import warn_unless_begun
 from spectrain_ext.pipeline.losses import Keep, Result
 from spectrain_ext.pipeline.observer import Observer
@@ -136,7 +136,6 @@ class CheckpointManager:
             path = self.directory / leftover.name.strip(".").partition(".")[0]
             if NAME.fullmatch(path.name) and leftover in (partial(path), replaced(path)):
                 recover(path)
-                remove(leftover)
         return self.latest()
 
     # Training

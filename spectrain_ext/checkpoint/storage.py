@@ -11,9 +11,9 @@ import hashlib
 import json
 import math
 import os
-import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from spectrain_ext.files import (
     partial,
     present,
     remove,
-    replace_directory,
     replaced,
     sync_directory,
 )
@@ -63,13 +62,10 @@ def more_than_checkpoint(path: Path) -> str | None:
         entries = list(os.scandir(path))
     except OSError as error:
         return f"cannot be read, {error.strerror}"
-    if not entries:
-        return None
-    try:
+    document = b""
+    with suppress(CheckpointError):
         document = documents.content(path)
-    except CheckpointError:
-        document = b""
-    if f'"{documents.FORMAT}"'.encode() not in document:
+    if entries and f'"{documents.FORMAT}"'.encode() not in document:
         return "is no checkpoint"
     for entry in entries:
         named = documents.DATA.fullmatch(entry.name) and f'"{entry.name}"'.encode() in document
@@ -82,10 +78,8 @@ def more_than_checkpoint(path: Path) -> str | None:
 def begin(path: Path) -> None:
     """Make a new partial directory, to be committed as ``path``."""
     try:
-        recover(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        remove(partial(path))  # left by an interrupted save, as is the other one
-        remove(replaced(path))
+        recover(path)
         partial(path).mkdir()
     except OSError as error:
         raise CheckpointError(
@@ -94,20 +88,22 @@ def begin(path: Path) -> None:
 
 
 def recover(path: Path) -> None:
-    """Give a checkpoint its name back if a save was stopped while replacing it."""
+    """Remove what a stopped save left beside a checkpoint, or give that its name back."""
     if present(path) != path:
         present(path).rename(path)
+    remove(partial(path))
+    remove(replaced(path))
 
 
 def discard(path: Path) -> None:
     """Try to remove what a save leaves beside ``path``; the next save removes the rest."""
-    recover(path)
-    shutil.rmtree(partial(path), ignore_errors=True)
+    with suppress(OSError):
+        recover(path)
 
 
 def drop(path: Path) -> None:
     """Remove a checkpoint; while it is being removed, it has the name of a partial one."""
-    remove(partial(path))
+    recover(path)
     path.rename(partial(path))
     discard(path)
 
@@ -130,7 +126,9 @@ def commit(
     _write(directory / documents.NAME, content)
     sync_directory(directory)
     check_free(path, overwrite)  # again: writing takes a while
-    replace_directory(path)
+    if os.path.lexists(path):  # at every moment, ``present(path)`` is whole
+        path.rename(replaced(path))
+    partial(path).rename(path)
     sync_directory(path.parent)
     discard(path)
 
