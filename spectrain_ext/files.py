@@ -8,10 +8,9 @@ import math
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 #: The index of a model whose weights are in several files, as in Hugging Face's tools.
 MODEL_INDEX = "model.safetensors.index.json"
@@ -64,15 +63,12 @@ def partial(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
-@contextmanager
-def new_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a new file for writing and reading; at the end of the block it is on the disk."""
-    # Never an existing file, nor the target of a link.
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    with open(handle, "w+b") as file:
-        yield file
+def write_new(path: Path, content: bytes) -> None:
+    """Write a file, to the disk; FileExistsError for one that exists, and for a link."""
+    with open(path, "xb") as file:
+        file.write(content)
         file.flush()
-        os.fsync(handle)
+        os.fsync(file.fileno())
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -81,8 +77,7 @@ def replace_file(path: Path, content: bytes) -> None:
         raise FileExistsError(errno.EEXIST, "expected a plain file", str(path))
     remove(partial(path))  # from a write that was interrupted
     try:
-        with new_file(partial(path)) as file:
-            file.write(content)
+        write_new(partial(path), content)
         partial(path).replace(path)
     except BaseException:
         remove(partial(path))

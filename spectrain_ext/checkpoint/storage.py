@@ -25,12 +25,12 @@ from torch import Tensor
 from spectrain_ext.errors import CheckpointError
 from spectrain_ext.files import (
     MODEL_INDEX,
-    new_file,
     partial,
     present,
     remove,
     replaced,
     sync_directory,
+    write_new,
 )
 
 from . import documents
@@ -121,9 +121,9 @@ def commit(
         )
         places = {_name_in_file(key): entry["file"] for key, entry in weights.items()}
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": places}
-        _write(directory / MODEL_INDEX, json.dumps(index, indent=1).encode())
+        write_new(directory / MODEL_INDEX, json.dumps(index, indent=1).encode())
     content = documents.file_content({**body, "tensors": tensors, "files": files})
-    _write(directory / documents.NAME, content)
+    write_new(directory / documents.NAME, content)
     sync_directory(directory)
     check_free(path, overwrite)  # again: writing takes a while
     if os.path.lexists(path):  # at every moment, ``present(path)`` is whole
@@ -131,11 +131,6 @@ def commit(
     partial(path).rename(path)
     sync_directory(path.parent)
     discard(path)
-
-
-def _write(path: Path, content: bytes) -> None:
-    with new_file(path) as file:
-        file.write(content)
 
 
 # Tensors
