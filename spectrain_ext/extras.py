@@ -40,15 +40,6 @@ def picture(path: str | Path, width: float, height: float) -> Iterator[Any]:
         figure.savefig(path, metadata=undated)
 
 
-def require_tensorboard() -> Any:
-    """Return ``torch.utils.tensorboard``, or raise an error early if it is missing."""
-    return require(
-        "torch.utils.tensorboard",
-        "the curves need TensorBoard",
-        "pip install 'spectrain_ext[tensorboard]'",
-    )
-
-
 @contextmanager
 def progress_of(batches: Iterable[object], epochs: int) -> Iterator[Callable[[Any], None]]:
     """Yield a callback for ``fit`` that shows its progress in a terminal, on stderr."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from spectrain_ext.extras import require_tensorboard
 from spectrain_ext.files import finite
 from spectrain_ext.method import delay_under
 from spectrain_ext.operators import distance
@@ -50,16 +50,14 @@ class Metrics(Observer, AbstractContextManager["Metrics"]):
         pipe: the pipeline to watch.
         path: a file to append JSON lines to; None: no file. Each of several processes has its own:
             ``metrics.jsonl`` becomes ``metrics-rank<k>.jsonl``.
-        tensorboard: a folder for TensorBoard; None: no folder. Each of several processes writes
-            into ``rank<k>`` in it.
+        write: called with every record of this process, a dict, for example to draw curves.
         every: minibatches per record.
         errors_every: minibatches between two measurements of prediction errors, which keep two
             copies of a stage's weights; None: do not measure them.
 
     Raises:
-        ValueError: a number is out of range, or both path and tensorboard are None.
-        ModuleNotFoundError: TensorBoard is not installed; the message names the extra.
-        OSError: a file cannot be opened.
+        ValueError: a number is out of range, or both path and write are None.
+        OSError: the file cannot be opened.
 
     Example:
         >>> pipe = st.Pipeline([nn.Linear(4, 4), nn.Linear(4, 2)],
@@ -76,31 +74,22 @@ class Metrics(Observer, AbstractContextManager["Metrics"]):
         pipe: Pipeline,
         path: str | os.PathLike[str] | None = None,
         *,
-        tensorboard: str | os.PathLike[str] | None = None,
+        write: Callable[[Record], object] | None = None,
         every: int = 50,
         errors_every: int | None = 200,
     ) -> None:
         for name, value in (("every", every), ("errors_every", errors_every)):
             if value is not None and value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
-        if path is None and tensorboard is None:
-            raise ValueError("path: expected a file, or a folder as tensorboard, got neither")
+        if path is None and write is None:
+            raise ValueError("path: expected a file, or a function as write, got neither")
         self._pipe = pipe
         self._every, self._errors_every = every, errors_every
         self._start = pipe.minibatches
         self._rank: int | None = getattr(pipe, "rank", None)
         self._meters: dict[int, Meter] = {}
-        self._sinks: list[Sink] = []
-        # TensorBoard first: if it is missing, no file is made.
-        if tensorboard is not None:
-            folder = Path(tensorboard)
-            mine = folder if self._rank is None else folder / f"rank{self._rank}"
-            self._sinks.append(TensorBoard(mine))
-        if path is not None:
-            file = Path(path)
-            if self._rank is not None:
-                file = file.with_name(f"{file.stem}-rank{self._rank}{file.suffix}")
-            self._sinks.append(JsonLines(file))
+        self._write = write
+        self._file = None if path is None else _opened(Path(path), self._rank)
 
     def begin(self, rules: Sequence[Rules], devices: Sequence[torch.device]) -> None:
         for meter in self._meters.values():
@@ -111,7 +100,7 @@ class Metrics(Observer, AbstractContextManager["Metrics"]):
         meter = self._meters.get(stage.index)
         if meter is None:
             late = int(stage.device.type == "cuda")
-            meter = Meter(stage, self._every, self._start, lambda meter: self._write(meter, late))
+            meter = Meter(stage, self._every, self._start, lambda meter: self._flush(meter, late))
             self._meters[stage.index] = meter
         probe, schedule = None, self._pipe.method.schedule
         if stage.weights is not None and self._errors_every and not flushes(schedule):
@@ -127,21 +116,23 @@ class Metrics(Observer, AbstractContextManager["Metrics"]):
     def end(self) -> None:
         for meter in self._meters.values():
             meter.end()
-            self._write(meter, late=0)
+            self._flush(meter, late=0)
 
     def close(self) -> None:
-        """Close the files."""
-        for sink in self._sinks:
-            sink.close()
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _write(self, meter: Meter, late: int) -> None:
+    def _flush(self, meter: Meter, late: int) -> None:
         while len(meter.full) > late:
             record = self._record(meter.stage, meter.full.pop(0))
-            for sink in self._sinks:
-                sink.write(record)
+            if self._file is not None:  # in one call: a killed process leaves whole lines
+                self._file.write(json.dumps(finite(record), allow_nan=False).encode() + b"\n")
+            if self._write is not None:
+                self._write(record)
 
     def _place_of(self, stage: Stage) -> Place:
         return next(place for place in self._pipe.places if place.stage == stage.index)
@@ -172,6 +163,19 @@ class Metrics(Observer, AbstractContextManager["Metrics"]):
             "lr": None if stage.weights is None else list(rates_of(stage.weights.optimizer)),
             "loss": _mean([loss.item() for loss in window.losses]),
         }
+
+
+def _opened(path: Path, rank: int | None) -> FileIO:
+    """Open a process's file of JSON lines, to append to it."""
+    if rank is not None:
+        path = path.with_name(f"{path.stem}-rank{rank}{path.suffix}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = open(path, "a+b", buffering=0)  # noqa: SIM115  # closed by close
+    if file.seek(0, os.SEEK_END):
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":  # a stopped machine left part of a line
+            file.write(b"\n")
+    return file
 
 
 def _mean(numbers: Sequence[float]) -> float | None:
@@ -325,57 +329,3 @@ class Meter:
 
     def _sent_bytes(self) -> list[int]:
         return [sum(sender.sent_bytes for sender in senders) for senders in self._senders]
-
-
-# Where records go
-
-
-class JsonLines:
-    """Appends a line of JSON per record, each in one call: a killed process leaves whole lines."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115  # closed by close
-        if self._file.seek(0, os.SEEK_END):
-            self._file.seek(-1, os.SEEK_END)
-            if self._file.read(1) != b"\n":  # a stopped machine left part of a line
-                self._file.write(b"\n")
-
-    def write(self, record: Record) -> None:
-        self._file.write(json.dumps(finite(record), allow_nan=False).encode() + b"\n")
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class TensorBoard:
-    """Writes the numbers of every record as scalars ``stage<k>/<name>``, by minibatch."""
-
-    def __init__(self, folder: Path) -> None:
-        self._writer = require_tensorboard().SummaryWriter(str(folder))
-
-    def write(self, record: Record) -> None:
-        curves = {name: value for name, value in record.items() if name not in _NO_CURVES}
-        for name, value in _numbers(curves):
-            self._writer.add_scalar(
-                f"stage{record['stage']}/{name}", value, record["minibatch"], record["time"]
-            )
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-Sink = JsonLines | TensorBoard
-_NO_CURVES = frozenset(("time", "stage", "rank", "minibatch", "minibatches"))
-
-
-def _numbers(record: Record) -> list[tuple[str, float]]:
-    numbers: list[tuple[str, float]] = []
-    for name, value in record.items():
-        if isinstance(value, dict):
-            numbers += [(f"{name}/{key}", part) for key, part in _numbers(value)]
-        elif isinstance(value, list):
-            numbers += [(f"{name}/{index}", part) for index, part in enumerate(value)]
-        elif isinstance(value, (int, float)):
-            numbers.append((name, value))
-    return numbers
