@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +26,6 @@ from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.pipeline.stage import Stage
 from spectrain_ext.pipeline.stage_run import StageRun
 from spectrain_ext.schedule import Kind, Place, Rules, flushes
-from spectrain_ext.transport import Sender
 from spectrain_ext.weights import rates_of
 
 from .trace import WORK, Action, Mark, marked, seconds_between
@@ -85,28 +84,26 @@ class Metrics(Observer, AbstractContextManager["Metrics"]):
             raise ValueError("path: expected a file, or a function as write, got neither")
         self._pipe = pipe
         self._every, self._errors_every = every, errors_every
-        self._start = pipe.minibatches
+        self._begun_at = pipe.minibatches
         self._rank: int | None = getattr(pipe, "rank", None)
-        self._meters: dict[int, Meter] = {}
+        self._meters: dict[int, Meter] = {}  # of the latest run, by stage
         self._write = write
         self._file = None if path is None else _opened(Path(path), self._rank)
 
     def begin(self, rules: Sequence[Rules], devices: Sequence[torch.device]) -> None:
-        for meter in self._meters.values():
-            meter.begin()
+        self._done = {k: meter.done for k, meter in self._meters.items()}
+        self._meters = {}
 
     def watch(self, run: StageRun, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
-        stage = run.stage
-        meter = self._meters.get(stage.index)
-        if meter is None:
-            late = int(stage.device.type == "cuda")
-            meter = Meter(stage, self._every, self._start, lambda meter: self._flush(meter, late))
-            self._meters[stage.index] = meter
+        stage, k = run.stage, run.stage.index
+        if k not in self._meters:  # else the method has changed
+            done = self._done.get(k, self._begun_at)
+            self._meters[k] = Meter(run, self._every, done, self._flush)
         probe, schedule = None, self._pipe.method.schedule
         if stage.weights is not None and self._errors_every and not flushes(schedule):
             delay = delay_under(schedule, self._place_of(stage))
-            probe = Probe(stage, self._pipe._rules[stage.index], delay, self._errors_every)
-        return meter.handlers(run, handlers, probe)
+            probe = Probe(stage, self._pipe._rules[k], delay, self._errors_every)
+        return self._meters[k].handlers(run, handlers, probe)
 
     def result(self, result: Result) -> None:
         for meter in self._meters.values():
@@ -126,7 +123,9 @@ class Metrics(Observer, AbstractContextManager["Metrics"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _flush(self, meter: Meter, late: int) -> None:
+    def _flush(self, meter: Meter, late: int | None = None) -> None:
+        if late is None:
+            late = int(meter.stage.device.type == "cuda")
         while len(meter.full) > late:
             record = self._record(meter.stage, meter.full.pop(0))
             if self._file is not None:  # in one call: a killed process leaves whole lines
@@ -256,27 +255,23 @@ class Window:
 
 
 class Meter:
-    """Measures a stage in windows of ``every`` minibatches, after ``start`` others."""
+    """Measures a stage in a run, in windows of ``every`` minibatches, after ``done`` others."""
 
     def __init__(
-        self, stage: Stage, every: int, start: int, ended: Callable[[Meter], None]
+        self, run: StageRun, every: int, done: int, ended: Callable[[Meter], None]
     ) -> None:
-        self.stage = stage
+        self.stage = run.stage
+        self.is_last = bool(run.edges.targets)  # and has the losses
+        self.done = done
+        self.window = Window(time.time())
         self.full: list[Window] = []  # ended, not yet written
         self._every = every
-        self._done = start
         self._ended = ended
         self._records: list[Action] = []
-        self.is_last = False  # whether it has the losses
-        self._sent = [0, 0]  # bytes at the end of the window before
-        self._senders: Sequence[Iterable[Sender]] = ((), ())  # to the next and previous stage
-        self.begin()
-
-    def begin(self) -> None:
+        self._senders = set(run.edges.to_next), set(run.edges.to_previous)
+        self._sent = self._sent_bytes()  # at the end of the window before
         self._updates = 0
         self._read_at: dict[tuple[int, int], int] = {}  # updates at a microbatch's forward
-        self._records.clear()
-        self._open(time.time())
 
     def end(self) -> None:
         if self.window.minibatches:
@@ -286,10 +281,6 @@ class Meter:
         self, run: StageRun, handlers: dict[Kind, Handler], probe: Probe | None
     ) -> dict[Kind, Handler]:
         timed = marked(run, handlers, self._records)
-        self.is_last = bool(run.edges.targets)
-        if not any(self._senders):
-            self._senders = set(run.edges.to_next), set(run.edges.to_previous)
-            self._sent = self._sent_bytes()
 
         def forward(i: int, j: int) -> None:
             self.window.samples += run.compute.samples
@@ -305,7 +296,7 @@ class Meter:
         def update(i: int, j: int) -> None:
             timed[Kind.UPDATE](i, j)
             self._updates += 1
-            self._done += 1
+            self.done += 1
             self.window.minibatches += 1
             if probe is not None:
                 self.window.errors = probe.update(self._updates) or self.window.errors
@@ -317,15 +308,12 @@ class Meter:
         return {**timed, **noted, Kind.FORWARD: forward, Kind.UPDATE: update}
 
     def _close(self) -> None:
-        window = self.window
-        window.ended, window.done, window.work = time.time(), self._done, self._records[:]
+        window, before, self._sent = self.window, self._sent, self._sent_bytes()
+        window.ended, window.done, window.work = time.time(), self.done, self._records[:]
+        window.sent = [now - then for now, then in zip(self._sent, before, strict=True)]
         self._records.clear()
-        window.sent = [b - a for a, b in zip(self._sent, self._sent_bytes(), strict=True)]
         self.full.append(window)
-        self._open(window.ended)
-
-    def _open(self, began: float) -> None:
-        self.window, self._sent = Window(began), self._sent_bytes()
+        self.window = Window(window.ended)
 
     def _sent_bytes(self) -> list[int]:
         return [sum(sender.sent_bytes for sender in senders) for senders in self._senders]
