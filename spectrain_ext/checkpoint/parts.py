@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -87,9 +87,9 @@ class Part:
     stage: int
     module: nn.Module
     names: Mapping[str, str]  # the model's name of each key of the module's ``state_dict``
-    optimizer: torch.optim.Optimizer | None
-    scheduler: Stateful | None
-    random: StageRandom | None  # None: it uses the process's generators
+    optimizer: torch.optim.Optimizer | None = None
+    scheduler: Stateful | None = None
+    random: StageRandom | None = None  # None: it uses the process's generators
     # float32 weights that the optimizer updates in the place of narrower parameters
     masters: Mapping[Tensor, Tensor] = field(default_factory=dict)
     replica: int = 0  # the first replica's weights are saved
@@ -130,23 +130,23 @@ def parts_of(
 ) -> list[Part]:
     """Return the parts of a pipeline, or a module as the only part."""
     if not isinstance(target, Pipeline):
-        return [Part(0, target, _names(target, ""), optimizer, scheduler, None)]
+        return [Part(0, target, _names(target, ""), optimizer, scheduler)]
     if optimizer is not None or scheduler is not None:
         raise ValueError("optimizer, scheduler: a pipeline has its own, expected None")
     target.check_drained("a checkpoint")
     if bind:
         target.masters(bind)
+    stages, over_ranks = target._executor.stages, isinstance(target, DistributedPipeline)
+    averaged = averagers(stages)
     replica, replicas = 0, 1
-    averaged = averagers(target._executor.stages)
-    if averaged and not isinstance(target, DistributedPipeline):
+    if isinstance(target, DistributedPipeline):
+        replica, replicas = target.replica, target.replicas[target.first_stage]
+    elif averaged:
         raise ValueError(
             "a pipeline that is averaged side by side with others has a part of the state; "
             "checkpoints are for DistributedPipeline"
         )
-    if isinstance(target, DistributedPipeline):
-        replica, replicas = target.replica, target.replicas[target.first_stage]
-    parts = []
-    modules = {at.index: at.module for at in target._executor.stages}
+    modules = {stage.index: stage.module for stage in stages}
 
     def names_elsewhere(copy: Copy) -> Sequence[str]:
         if copy.original is None:  # its rank has sent the names
@@ -155,13 +155,18 @@ def parts_of(
         keys = names_of(home)[copy.original]
         return [*full_names(home, keys, f"{copy.home}.").values()]
 
+    parts = []
     known: set[str] = set()  # names in earlier stages
-    for at in target._executor.stages:
-        k, module, weights = at.index, at.module, at.weights
-        copies, names = target.copied(k), _names(module, f"{k}.")
-        buffers = _copied(module, names)
-        if not isinstance(target, DistributedPipeline):  # another module may replace the stage
-            buffers = {name: there for name, there in buffers.items() if name in known}
+    for stage in stages:
+        k, module, weights = stage.index, stage.module, stage.weights
+        names = _names(module, f"{k}.")
+        copies = target.copied(k).values()
+        tied = {names[key]: names_elsewhere(copy) for copy in copies for key in copy.names}
+        buffers = getattr(module, "copied_buffers", ())  # that an earlier stage saves
+        for key, name in names.items():
+            # in one process another module may replace the earlier stage
+            if bare(key) in buffers and (over_ranks or name in known):
+                tied[name] = [name]
         known.update(names.values())
         parts.append(
             Part(
@@ -170,22 +175,15 @@ def parts_of(
                 names,
                 None if weights is None else weights.optimizer,
                 None if weights is None else weights.scheduler,
-                at.random,
+                stage.random,
                 {} if weights is None else weights.masters(),
                 replica,
                 replicas,
                 averaged.get(k),
-                {names[key]: names_elsewhere(c) for c in copies.values() for key in c.names}
-                | buffers,
+                tied,
             )
         )
     return parts
-
-
-def _copied(module: nn.Module, names: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the names of buffers that an earlier stage saves."""
-    copied: Container[str] = getattr(module, "copied_buffers", ())
-    return {name: [name] for key, name in names.items() if bare(key) in copied}
 
 
 def _names(module: nn.Module, prefix: str) -> dict[str, str]:
@@ -297,11 +295,11 @@ class Weights(Item):
         for path, module in self._part.module.named_modules(remove_duplicate=False):
             given: dict[str, Any] = {}
             module._save_to_state_dict(given, "", keep_vars=True)
-            held = {**module._parameters, **module._buffers}
+            held: dict[str, Any] = {**module._parameters, **module._buffers}
             unusual = [
                 name
                 for name, value in given.items()
-                if name != "_extra_state" and not _fits(held.get(name), value)
+                if name != "_extra_state" and _form(held.get(name)) != _form(value)
             ]
             if not unusual or _takes_back(module):
                 continue
@@ -345,8 +343,8 @@ def weights_of(body: Json) -> Json:
     return {name: found for stage in body["stages"] for name, found in stage["weights"].items()}
 
 
-def _fits(held: Tensor | None, given: Tensor) -> bool:
-    return held is not None and held.shape == given.shape and held.dtype == given.dtype
+def _form(tensor: Tensor | None) -> object:
+    return tensor is not None and (tensor.shape, tensor.dtype)
 
 
 def _takes_back(part: nn.Module) -> bool:
