@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 
 Record = dict[str, Any]
+#: Of the weights that a forward computed with, if predicted, and of the newest ones at that time.
+Errors = tuple[float | None, float | None]
 
 
 class Metrics(Observer, AbstractContextManager["Metrics"]):
@@ -157,8 +159,8 @@ class Metrics(Observer, AbstractContextManager["Metrics"]):
                 "mean": _mean(window.delays),
                 "max": max(window.delays, default=None),
             },
-            "prediction_error": window.errors and window.errors.prediction,
-            "staleness_error": window.errors and window.errors.staleness,
+            "prediction_error": window.errors[0],
+            "staleness_error": window.errors[1],
             "lr": None if stage.weights is None else list(rates_of(stage.weights.optimizer)),
             "loss": _mean([loss.item() for loss in window.losses]),
         }
@@ -182,13 +184,6 @@ def _mean(numbers: Sequence[float]) -> float | None:
 
 
 # What is measured of a stage
-
-
-class Errors(NamedTuple):
-    """Norms of differences from the true weights, divided by the norm of these."""
-
-    prediction: float | None  # of the weights a forward computed with; None: no prediction
-    staleness: float  # of the newest weights at that forward
 
 
 class Probe:
@@ -222,7 +217,10 @@ class Probe:
         self._kept = updates + self._ahead, copies
 
     def update(self, updates: int) -> Errors | None:
-        """Return the errors if this update, the latest of so many, is the one predicted."""
+        """Return the errors if this update, the latest of so many, is the one predicted.
+
+        They are norms of differences from the true weights, divided by the norm of these.
+        """
         if self._kept is None or self._kept[0] != updates:
             return None
         (_, copies), self._kept = self._kept, None
@@ -230,7 +228,7 @@ class Probe:
             now = self._weights.newest()
             _, norms = distance(now, copies)
             staleness, *prediction = (norms / get_total_norm(now).double()).tolist()
-        return Errors(prediction[0] if prediction else None, staleness)
+        return (prediction[0] if prediction else None), staleness
 
 
 @dataclass
@@ -242,7 +240,7 @@ class Window:
     done: int = 0  # minibatches so far, over all runs
     work: list[Action] = field(default_factory=list)
     delays: list[int] = field(default_factory=list)  # of backwards: updates since the forward
-    errors: Errors | None = None  # the latest
+    errors: Errors = None, None  # the latest
     losses: list[Tensor] = field(default_factory=list)  # of minibatches, on the last stage
     sent: list[int] = field(default_factory=list)  # bytes to the next and to the previous stage
 
