@@ -1,4 +1,4 @@
-"""Encodes everything in a checkpoint except tensors as JSON, and validates it on reading."""
+"""Encodes everything in a checkpoint except tensors as JSON."""
 
 from __future__ import annotations
 
@@ -87,21 +87,19 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
 
 
-def decode(value: Any, tensors: Mapping[str, object] | None = None, depth: int = _DEEPEST) -> Any:
+def decode(value: Any, tensors: Mapping[str, object] | None = None) -> Any:
     """Decode a result of ``encode``; for anything else it may raise any exception.
 
     The result holds only plain containers, numbers, strings and the given ``tensors``.
     """
-    if not isinstance(value, (list, dict)):
-        return value
-    if depth == 0:
-        raise ValueError(f"more than {_DEEPEST} containers in one another")
 
     def member(value: Any) -> Any:
-        return decode(value, tensors, depth - 1)
+        return decode(value, tensors)
 
     if isinstance(value, list):
         return [member(each) for each in value]
+    if not isinstance(value, dict):
+        return value
     tag, held = next(iter(value.items()), ("", None))
     if not tag.startswith("$"):
         return {name: member(each) for name, each in value.items()}

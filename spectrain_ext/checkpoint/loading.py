@@ -103,7 +103,7 @@ def load(
                 }
             )
         _check_alike(loads)
-        with peers.attempt(doing), _unless_forged(directory):
+        with peers.attempt(doing, str(directory)), _unless_forged(directory):
             views = [body if only_model else _document_for(body, part) for part in parts]
             weights: list[Item] = [Weights(part) for part in parts]
             states = [(item, item.match(view)) for item, view in zip(weights, views, strict=True)]
@@ -126,7 +126,6 @@ def load(
                     items.append((Training(target), body))
             states += [(item, item.match(view)) for item, view in items]
             extra = decode(body.get("extra"))
-        with peers.attempt(doing, str(directory)), _unless_forged(directory):
             keys = dict.fromkeys(key for _, state in states for key in tensors_in(state))
             tensors = dict(storage.read_tensors(directory, body, keys))
         with peers.attempt(doing):

@@ -232,7 +232,7 @@ VALUES: list[Any] = [
     {"$tensor": "x"},
     {"$other": []},
     {"$tuple": [], "more": 1},
-    cases.nest(1, 101),
+    cases.nest(1, 400),
 ]
 
 
