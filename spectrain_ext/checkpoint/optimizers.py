@@ -5,7 +5,6 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from numbers import Real
 from typing import Any
 
 import torch
@@ -115,7 +114,7 @@ class OptimizerState(Item):
             where = f"group {number} of {self.what}"
             remedy = "give them groups of their own, or load into the saved stages"
             found = _common(mine, options, body["tensors"], where, remedy)
-            groups.append(_checked(found, group if self._is_known else None, where))
+            groups.append(_taken(found, group if self._is_known else None, where))
         params = self._params()
         mine = [self._names[p] for p in params]
         where = f"the state of {self.what}"
@@ -286,24 +285,17 @@ def _mapped(of: Callable[[Any], Any], value: Any) -> Any:
     return tree_map(of, value, is_leaf=lambda leaf: isinstance(leaf, torch.Size))
 
 
-def _checked(saved: Json, group: Mapping[str, Any] | None, where: str) -> Json:
-    """Return the saved values that a group takes; all if None, as torch does."""
+def _taken(saved: Json, group: Mapping[str, Any] | None, where: str) -> Json:
+    """Return the saved options that a group takes; all if None, as torch does."""
     taken = {}
     for key, value in saved["options"].items():
         if key in _IMPLEMENTATION:
             continue
-        found = decode(value, dict.fromkeys(tensors_in(value)))
         if group is None or key in group or key in _RATES:
-            now = None if group is None else group.get(key, group.get("lr"))
-            if not _is_alike(found, now):
-                raise ValueError(
-                    f"{where}: was saved with {_shown(key)}={found!r}, expected something like "
-                    f"{now!r}"
-                )
             taken[key] = value
-        elif found:
+        elif decoded := decode(value, dict.fromkeys(tensors_in(value))):
             raise ValueError(
-                f"{where}: was saved with {_shown(key)}={found!r}, which this optimizer does not "
+                f"{where}: was saved with {_shown(key)}={decoded!r}, which this optimizer does not "
                 "know"
             )
     return {**saved, "options": taken}
@@ -320,13 +312,3 @@ def _like(value: Any, current: Any) -> Any:
         is_tensor = isinstance(value, Tensor)
         return value.to(current.device) if is_tensor else torch.full_like(current, value)
     return value.item() if isinstance(value, Tensor) else value
-
-
-def _is_alike(value: Any, current: Any) -> bool:
-    """Whether both are numbers, strings, sequences or mappings; None is like anything."""
-    if value is None or current is None:
-        return True
-    for kinds in ((Real, Tensor), (str,), (list, tuple), (Mapping,)):
-        if isinstance(value, kinds) or isinstance(current, kinds):
-            return isinstance(value, kinds) and isinstance(current, kinds)
-    return type(value) is type(current)

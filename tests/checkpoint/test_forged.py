@@ -210,7 +210,6 @@ def options(body: Body) -> Body:
         (lambda b: state(b).update(momentum_buffer=3), "momentum_buffer must be a tensor, got int"),
         (lambda b: options(b).update(lr="fast"), "lr"),
         (lambda b: options(b).update(lr=float("nan")), "lr"),
-        (lambda b: options(b).update(initial_lr="x"), "initial_lr"),
         (lambda b: stage(b).update(scheduler=[1]), FORGED),
         (lambda b: stage(b)["scheduler"].update(step=3), "has 'step', which MultiStepLR has not"),
     ],
