@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import re
@@ -240,7 +241,8 @@ class CheckpointManager:
             )
         path, sampler = self.directory / f"minibatch-{self.minibatches:08d}", self.sampler
         if isinstance(sampler, ShuffledSampler):
-            sampler = sampler.at(self._offset + self.minibatches)
+            sampler = copy.copy(sampler)
+            sampler.position = self._offset + self.minibatches
         save(
             path,
             self.pipe,

@@ -29,8 +29,6 @@ _MASTERS = "master."
 class Stateful(Protocol):
     """An object with state to save: a scheduler, or a sampler with the position in the data.
 
-    Its ``state_dict()`` consists of JSON types and tuples.
-
     Example:
         >>> class Reader:
         ...     line = 0
@@ -47,9 +45,11 @@ class Stateful(Protocol):
         7
     """
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in JSON types and tuples."""
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
+        """Restore a state from ``state_dict``."""
 
 
 class Item:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,12 +72,6 @@ class ShuffledSampler(Sampler[list[int]]):
         for index in range(begin, len(self)):
             self.position = epoch * len(self) + index + 1
             yield order[index].tolist()
-
-    def at(self, position: int) -> ShuffledSampler:
-        """Return a sampler with the same order at another position."""
-        other = copy.copy(self)
-        other.position = position
-        return other
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sizes, seed and position."""
