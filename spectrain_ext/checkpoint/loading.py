@@ -17,7 +17,7 @@ from spectrain_ext.files import present
 from spectrain_ext.pipeline.pipeline import Pipeline
 
 from . import storage
-from .documents import NAME, Json, decode, digest, tensors_in
+from .documents import NAME, Json, decode, digest, read, tensors_in
 from .parts import Item, Part, Stateful, Weights, parts_of, weights_of
 from .progress import Generators, SamplerState, Training
 from .saving import items_of, peers_of, together
@@ -91,7 +91,7 @@ def load(
         directory = present(directory)
         with peers.attempt(doing) as loads:
             with _unless_forged(directory):
-                body = storage.read(directory)
+                body = read(directory)
             parts = parts_of(target, optimizer, scheduler, bind=True)
             loads.append(
                 {

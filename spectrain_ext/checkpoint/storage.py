@@ -1,4 +1,4 @@
-"""Writes a checkpoint's directory atomically, and verifies it on reading.
+"""Writes a checkpoint's directory atomically, and verifies tensors on reading.
 
 Every process writes two safetensors files: one of weights under the model's names, which other
 tools can read, and one of all other tensors. The document, ``checkpoint.json``, lists each tensor's
@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 import os
-import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -180,25 +179,6 @@ def _sha256(tensor: Tensor) -> str:
 # Reading
 
 
-def read(path: Path) -> Json:
-    """Read a checkpoint's document, and verify that its files exist with the listed sizes."""
-    body = documents.read(path)
-    # A cheap check that names a truncated file before any tensor is read.
-    for name, size in dict(body["files"]).items():
-        file = path / name
-        if not documents.DATA.fullmatch(name):
-            raise CheckpointError(f"{path / documents.NAME}: {name!r} is no file of a checkpoint")
-        try:
-            status = file.stat()
-        except OSError as error:
-            raise CheckpointError(f"{file}: cannot be read, {error.strerror}") from error
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{file}: expected a plain file")
-        if status.st_size != size:
-            raise CheckpointError(f"{file}: damaged, expected {size} bytes, got {status.st_size}")
-    return body
-
-
 def read_tensors(path: Path, body: Json, keys: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors one at a time, on the CPU, after verifying their SHA-256."""
     by_file: dict[str, list[str]] = {}
@@ -206,8 +186,10 @@ def read_tensors(path: Path, body: Json, keys: Iterable[str]) -> Iterator[tuple[
         by_file.setdefault(body["tensors"][key]["file"], []).append(key)
     for name, members in by_file.items():
         file = path / name
-        if name not in body["files"]:
-            raise CheckpointError(f"{path / documents.NAME}: {name!r} is not in its list of files")
+        if not documents.DATA.fullmatch(name):
+            raise CheckpointError(f"{path / documents.NAME}: {name!r} is no file of a checkpoint")
+        if file.exists() and not file.is_file():
+            raise CheckpointError(f"{file}: expected a plain file")
         try:
             with safe_open(file, framework="pt") as opened:
                 if opened.metadata() != _METADATA:

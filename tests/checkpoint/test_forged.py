@@ -38,7 +38,7 @@ def endless(path: Path) -> None:
     ("name", "instead", "match"),
     [
         (DOCUMENT, None, r"c/checkpoint\.json: cannot be read, No such file"),
-        (MODEL, None, r"model\.safetensors: cannot be read, No such file"),
+        (MODEL, None, r"model\.safetensors: damaged, No such file"),
         # neither waited for nor read for ever
         (DOCUMENT, os.mkfifo, f"{DOCUMENT}: .*expected a plain file"),
         (MODEL, os.mkfifo, f"{MODEL}: .*expected a plain file"),
@@ -54,7 +54,7 @@ def test_something_else_than_a_file(saved: Path, name: str, instead: Any, match:
 
 def test_a_file_that_was_cut(saved: Path) -> None:
     os.truncate(saved / MODEL, (saved / MODEL).stat().st_size - 1)
-    cases.refused(saved, r"model\.safetensors: damaged, expected \d+ bytes, got \d+")
+    cases.refused(saved, r"model\.safetensors: damaged, Error while deserializing")
 
 
 @pytest.mark.parametrize("name", [MODEL, STATE, DOCUMENT])
@@ -90,7 +90,6 @@ class Evil:
 def test_a_pickle_in_place_of_a_file_of_tensors_is_refused(saved: Path) -> None:
     trace, path = saved.parent / "executed", saved / MODEL
     torch.save(Evil(trace), path)
-    cases.forge(saved, lambda body: body["files"].update({path.name: path.stat().st_size}))
     cases.refused(saved, r"model\.safetensors: damaged, ")
     assert not trace.exists()
 
@@ -101,7 +100,6 @@ def test_something_else_than_the_tensor(saved: Path, tensor: torch.Tensor) -> No
     save_file(load_file(path) | {name: tensor}, path, metadata={"format": "pt"})
 
     def change(body: Body) -> None:
-        body["files"][MODEL] = path.stat().st_size
         data = tensor.view(-1).view(torch.uint8).numpy()
         body["tensors"][f"model.{name}"]["sha256"] = hashlib.sha256(data).hexdigest()
 
@@ -125,7 +123,6 @@ def grow(path: Path, name: str, size: int) -> None:
 def test_a_small_file_that_claims_much_costs_little_memory(saved: Path) -> None:
     size, path = 1 << 27, saved / MODEL
     grow(path, "0.linear.weight", size)
-    cases.forge(saved, lambda body: body["files"].update({MODEL: path.stat().st_size}))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     cases.refused(saved, r"holds something else than the tensor 'model\.0\.linear\.weight'")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < size >> 12  # KiB
@@ -170,7 +167,7 @@ FORGED = "no save writes this: "
         (MOMENTUM, {"shape": [1]}, NO_STATE.format(r"\[1\]")),
         *((WEIGHT, {"order": order}, FORGED) for order in ([0], [0, 0], [0, 2], "01")),
         (WEIGHT, {"order": {}}, f"{MODEL}: damaged"),
-        (WEIGHT, {"file": "x"}, f"{DOCUMENT}: 'x' is not in its list of files"),
+        *((WEIGHT, {"file": f}, "is no file of a checkpoint") for f in ("x", f"../c/{MODEL}")),
         (WEIGHT, {"shape": [1] * 100}, "has shape"),
         (WEIGHT, {"sha256": True}, f"{MODEL}: damaged, the SHA-256"),
         (WEIGHT, {"file": STATE}, f"{STATE}: damaged"),
@@ -202,7 +199,6 @@ def options(body: Body) -> Body:
         (lambda b: b.update(version=1), "expected version 2, got 1"),
         (lambda b: b.update(format="other"), "expected the format .*, got 'other'"),
         (lambda b: b.update(training={"minibatches": 1, "phase": 0}), "progress of .*'undone'"),
-        (lambda b: b["files"].update({f"{MODEL}\0": 0}), "is no file of a checkpoint"),
         (lambda b: b["tensors"].update({WEIGHT: []}), FORGED),
         (lambda b: b.pop("stages"), FORGED),
         (lambda b: stage(b)["weights"].update(more={"$tensor": "none"}), "has 'more', which the m"),
