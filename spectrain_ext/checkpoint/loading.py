@@ -20,7 +20,7 @@ from . import storage
 from .documents import NAME, Json, decode, digest, read, tensors_in
 from .parts import Item, Part, Stateful, Weights, parts_of, weights_of
 from .progress import Generators, SamplerState, Training
-from .saving import items_of, peers_of, together
+from .saving import items_of, together
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +85,20 @@ def load(
         {'epoch': 3}
     """
     directory = Path(path).absolute()
-    peers = peers_of(target)
     doing = f"reading {directory.name}"
-    with together(target, f"loading {directory.name}"):
+    with together(target, f"loading {directory.name}") as peers:
         directory = present(directory)
         with peers.attempt(doing) as loads:
             with _unless_forged(directory):
                 body = read(directory)
+                minibatches: int = body["minibatches"]
             parts = parts_of(target, optimizer, scheduler, bind=True)
+            identity = digest(body)
             loads.append(
                 {
                     "names": [name for part in parts for name, _ in part.tensors()],
-                    "path": str(directory),
-                    "minibatches": body.get("minibatches"),
-                    "sha256": digest(body),
+                    "path": f"{directory} ({minibatches} minibatches, SHA-256 {identity[:12]}...)",
+                    "sha256": identity,
                     "only_model": only_model,
                 }
             )
@@ -130,7 +130,7 @@ def load(
             tensors = dict(storage.read_tensors(directory, body, keys))
         with peers.attempt(doing):
             _put(states, tensors, directory)
-    return Loaded(body["minibatches"], extra, generators.all_found)
+    return Loaded(minibatches, extra, generators.all_found)
 
 
 @contextmanager
@@ -159,23 +159,15 @@ def _document_for(body: Json, part: Part) -> Json:
     return {**body, "stages": own, "of_all_stages": body["stages"]} if alike else body
 
 
-def _check_alike(found: Sequence[Mapping[str, Any]]) -> None:
-    first = found[0]
-    for rank, said in enumerate(found):
-        if said["sha256"] != first["sha256"]:
-            raise CheckpointError(
-                f"path: process 0 loads {_shown(first)} and process {rank} loads {_shown(said)}; "
-                "all must load the same checkpoint"
-            )
-        if said["only_model"] != first["only_model"]:
-            raise CheckpointError(
-                f"only_model: process 0 has {first['only_model']} and process {rank} has "
-                f"{said['only_model']}; all must load the same"
-            )
-
-
-def _shown(said: Mapping[str, Any]) -> str:
-    return f"{said['path']} ({said['minibatches']} minibatches, SHA-256 {said['sha256'][:12]}...)"
+def _check_alike(loads: Sequence[Mapping[str, Any]]) -> None:
+    first = loads[0]
+    for rank, other in enumerate(loads):
+        for key, shown in (("sha256", "path"), ("only_model", "only_model")):
+            if other[key] != first[key]:
+                raise CheckpointError(
+                    f"{shown}: process 0 has {first[shown]} and process {rank} has "
+                    f"{other[shown]}; all must load the same"
+                )
 
 
 def _put(matched: Iterable[tuple[Item, Any]], tensors: Mapping[str, Tensor], path: Path) -> None:

@@ -20,7 +20,7 @@ from spectrain_ext.pipeline.segments import Segment, segments
 from .loading import Loaded, load
 from .parts import Stateful
 from .sampler import ShuffledSampler
-from .saving import peers_of, save, together
+from .saving import save, together
 from .storage import drop, more_than_checkpoint, recover
 
 _logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class CheckpointManager:
         ):
             if value is not None and not value >= least:
                 raise ValueError(f"{name}: expected at least {least}, got {value}")
-        self._peers = peers_of(pipe)
+        self._is_first = getattr(pipe, "rank", 0) == 0  # of several processes
         self.directory = Path(directory).absolute()
         self.pipe = pipe
         self.minibatches = 0
@@ -115,13 +115,13 @@ class CheckpointManager:
                 Remove its directory to restore the one before.
         """
         doing = "looking for the newest checkpoint"
-        with together(self.pipe, doing), self._peers.attempt(doing) as names:
+        with together(self.pipe, doing) as peers, peers.attempt(doing) as names:
             names.append(str(self._recover() or ""))
         found = names[0]
         if not found:
             return None
         loaded = load(found, self.pipe, sampler=self.sampler)
-        if self._peers.rank == 0:
+        if self._is_first:
             _logger.info("checkpoint loaded: %s", found)
         self.minibatches = loaded.minibatches
         self._offset = self._position() - self.minibatches
@@ -131,7 +131,7 @@ class CheckpointManager:
 
     def _recover(self) -> Path | None:
         """Clean up after a save that did not finish; return the newest checkpoint (on rank 0)."""
-        if self._peers.rank != 0:
+        if not self._is_first:
             return None
         for leftover in sorted(self.directory.glob(".minibatch-*")):
             path = self.directory / leftover.name.strip(".").partition(".")[0]
@@ -187,7 +187,7 @@ class CheckpointManager:
                 yield batch
 
         def ends(taken: int) -> bool:
-            return taken > 0 and self._peers.rank == 0 and self._due()
+            return taken > 0 and self._is_first and self._due()
 
         def run(segment: Iterable[object]) -> Iterator[Result]:
             results = self.pipe.run(segment, trace=trace, keep=keep)
@@ -197,8 +197,8 @@ class CheckpointManager:
         def follow(segment: Segment, left: bool) -> int | None:
             """Save if due; return None if this was the last run in any process."""
             last = segment.exhausted or left
-            with together(self.pipe, "counting the minibatches of a run"):
-                found = self._peers.all_gather((self.minibatches, self._due(), last))
+            with together(self.pipe, "counting the minibatches of a run") as peers:
+                found = peers.all_gather((self.minibatches, self._due(), last))
                 # rank 0 feeds the run, so only it has counted the minibatches
                 self.minibatches, due, _ = found[0]
                 more = extra() if due and extra is not None else None
@@ -252,8 +252,8 @@ class CheckpointManager:
             overwrite=True,
         )
         doing = "removing older checkpoints"
-        with together(self.pipe, doing), self._peers.attempt(doing, str(self.directory)):
-            if self._peers.rank == 0:
+        with together(self.pipe, doing) as peers, peers.attempt(doing, str(self.directory)):
+            if self._is_first:
                 self._remove_older(path)
         self._last = (self.minibatches, time.monotonic())
         return path

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,11 +77,10 @@ def save(
         ['checkpoint.json', 'model.safetensors', 'state.safetensors']
     """
     path = Path(path).absolute()
-    peers = peers_of(target)
-    is_first = peers.rank == 0
     tensors: dict[str, Tensor] = {}
     writing = f"writing {path.name}", str(path)
-    with together(target, f"saving {path.name}"):
+    with together(target, f"saving {path.name}") as peers:
+        is_first = peers.rank == 0
         try:
             with peers.attempt(f"preparing {path.name}") as documents:
                 if is_first:
@@ -115,16 +114,14 @@ def save(
             raise
 
 
-def together(target: nn.Module, what: str) -> AbstractContextManager[None]:
-    """Let a pipeline's ranks watch one another while they save or load."""
-    return target.together(what) if isinstance(target, DistributedPipeline) else nullcontext()
-
-
-def peers_of(target: nn.Module) -> Peers:
-    """Return the processes that save or load ``together``."""
+@contextmanager
+def together(target: nn.Module, doing: str) -> Iterator[Peers]:
+    """Yield the processes that save or load; a pipeline's ranks watch one another meanwhile."""
     if isinstance(target, DistributedPipeline):
-        return Peers(None, target._board.busy)
-    return Peers(alone=True)
+        with target.together(doing):
+            yield Peers(None, target._board.busy)
+    else:
+        yield Peers(alone=True)
 
 
 def items_of(part: Part) -> dict[str, Item]:

@@ -91,7 +91,7 @@ def test_stopped_and_continued_over_processes_is_never_stopped_in_one(tmp_path, 
         assert timed == 3
         which, how = refused
         one, other = (rf"\S+{n} \({n} minibatches, SHA-256 \w{{12}}\.{{3}}\)" for n in (2, 4))
-        message = f"path: process 0 loads {one} and process 1 loads {other}; all must load the same"
+        message = f"path: process 0 has {one} and process 1 has {other}; all must load the same"
         assert re.match(message, which)
         assert how.startswith("only_model: process 0 has False and process 1 has True; all must")
     states = {key: value for each in found for key, value in each[2].items()}
