@@ -16,31 +16,22 @@ class _Look(NamedTuple):
     name: str
     color: str
     text: str  # its color
+    kinds: tuple[Kind, ...] = ()
 
 
-# Okabe and Ito's colours, distinguishable with any colour vision; they differ in lightness too.
-_FORWARD = _Look("forward", "#0072B2", "#FFFFFF")
-_BACKWARD = _Look("backward", "#E69F00", "#000000")
-_WEIGHTS = _Look("backward of weights", "#009E73", "#FFFFFF")
-_LOAD = _Look("prediction", "#CC79A7", "#000000")
-_UPDATE = _Look("update", "#000000", "#FFFFFF")
-_SEND = _Look("communication", "#999999", "#000000")
-_IDLE = _Look("idle", "#E9E9E9", "#000000")
-_LOOKS = {
-    Kind.FORWARD: _FORWARD,
-    Kind.LOSS: _FORWARD,
-    Kind.BACKWARD: _BACKWARD,
-    Kind.BACKWARD_INPUT: _BACKWARD,
-    Kind.BACKWARD_WEIGHTS: _WEIGHTS,
-    Kind.LOAD_FORWARD: _LOAD,
-    Kind.LOAD_BACKWARD_INPUT: _LOAD,
-    Kind.LOAD_BACKWARD: _LOAD,
-    Kind.UPDATE: _UPDATE,
-    Kind.SEND_ACTIVATION: _SEND,
-    Kind.SEND_GRADIENT: _SEND,
-}
-#: Of the legend.
-_ORDER = [look.name for look in (_FORWARD, _BACKWARD, _WEIGHTS, _LOAD, _UPDATE, _SEND)]
+_LOADS = (Kind.LOAD_FORWARD, Kind.LOAD_BACKWARD, Kind.LOAD_BACKWARD_INPUT)
+# In the legend's order. Okabe and Ito's colours, distinguishable with any colour vision; they
+# differ in lightness too.
+_LOOKS = (
+    _Look("forward", "#0072B2", "#FFFFFF", (Kind.FORWARD, Kind.LOSS)),
+    _Look("backward", "#E69F00", "#000000", (Kind.BACKWARD, Kind.BACKWARD_INPUT)),
+    _Look("backward of weights", "#009E73", "#FFFFFF", (Kind.BACKWARD_WEIGHTS,)),
+    _Look("prediction", "#CC79A7", "#000000", _LOADS),
+    _Look("update", "#000000", "#FFFFFF", (Kind.UPDATE,)),
+    _Look("communication", "#999999", "#000000", (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)),
+)
+_LOOK_OF = {kind: look for look in _LOOKS for kind in look.kinds}
+_IDLE = "#E9E9E9"
 COMPUTED = COMPUTE - {Kind.UPDATE}
 
 _LANES = get_args(Lane)
@@ -140,9 +131,9 @@ class Rows:
 
     def look(self, span: Span) -> _Look:
         """Return a block's look, up to half white for the last stage of a device."""
-        look, own = _LOOKS[span.kind], self._stages[self.of[span.stage]]
+        look, own = _LOOK_OF[span.kind], self._stages[self.of[span.stage]]
         share = 0.5 * own.index(span.stage) / max(1, len(own) - 1)
-        if not share or look not in (_FORWARD, _BACKWARD):
+        if not share or look.name not in ("forward", "backward"):
             return look
         channels = [int(look.color[at : at + 2], 16) for at in (1, 3, 5)]
         mixed = "".join(f"{round(channel + share * (255 - channel)):02X}" for channel in channels)
@@ -169,7 +160,7 @@ def draw_rows(
     first, last = whole
     for k in range(len(rows)):
         place = _place(k, "compute", communication)
-        axes.broken_barh([(first, last - first)], place, facecolor=_IDLE.color, linewidth=0)
+        axes.broken_barh([(first, last - first)], place, facecolor=_IDLE, linewidth=0)
     blocks: dict[tuple[int, _Look, Lane, bool], list[tuple[float, float]]] = defaultdict(list)
     for span in drawn:
         start, length = span.start, span.end - span.start
@@ -230,12 +221,12 @@ def _write_numbers(
 def draw_legend(figure: Any, drawn: Sequence[Span], communication: bool, idle: str) -> None:
     from matplotlib.patches import Patch
 
-    shown = {_LOOKS[span.kind] for span in drawn if span.end > span.start}
-    if not communication:
-        shown.discard(_SEND)
-    looks = sorted(shown, key=lambda look: _ORDER.index(look.name))
+    shown = {_LOOK_OF[span.kind] for span in drawn if span.end > span.start}
+    looks = [
+        look for look in _LOOKS if look in shown and (communication or look.name != "communication")
+    ]
     handles = [Patch(facecolor=look.color, label=look.name) for look in looks]
-    handles.append(Patch(facecolor=_IDLE.color, edgecolor="#BBBBBB", linewidth=0.5, label=idle))
+    handles.append(Patch(facecolor=_IDLE, edgecolor="#BBBBBB", linewidth=0.5, label=idle))
     figure.legend(
         handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8
     )
