@@ -52,8 +52,9 @@ class SchedulerState(Item):
     def _check_keys(self, state: Any, present: Any) -> None:
         """Raise ValueError if a scheduler of another kind has saved the state."""
         own = type(self._scheduler)
-        for inner in zip(*(each.get("_schedulers", ()) for each in (state, present)), strict=False):
-            self._check_keys(*inner)
+        inner = (each.get("_schedulers", ()) for each in (state, present))  # of a sequence of them
+        for pair in zip(*inner, strict=False):
+            self._check_keys(*pair)
         saved, here = (
             # keys with an underscore vary between versions of torch
             {key for key in each if not str(key).startswith("_")}
