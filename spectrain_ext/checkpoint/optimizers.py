@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -186,7 +187,9 @@ class OptimizerState(Item):
 
     def _load(self, given: Json, as_saved: Sequence[bool]) -> None:
         """Load a state_dict, and undo what torch does to deques, strings and dtypes."""
-        self._optimizer.load_state_dict(given)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Casting complex values to real")
+            self._optimizer.load_state_dict(given)
         if self._is_ours:
             return
         held = getattr(self._optimizer, "state", {})

@@ -25,7 +25,7 @@ from spectrain_ext.pipeline.passes import Handler
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.pipeline.stage import Stage
 from spectrain_ext.pipeline.stage_run import StageRun
-from spectrain_ext.schedule import Kind, Place, Rules, flushes
+from spectrain_ext.schedule import Kind, Rules, flushes
 from spectrain_ext.weights import rates_of
 
 from .trace import WORK, Action, Mark, marked, seconds_between
@@ -101,10 +101,10 @@ class Metrics(Observer, AbstractContextManager["Metrics"]):
         if k not in self._meters:  # else the method has changed
             done = self._done.get(k, self._begun_at)
             self._meters[k] = Meter(run, self._every, done, self._flush)
-        probe, schedule = None, self._pipe.method.schedule
-        if stage.weights is not None and self._errors_every and not flushes(schedule):
-            delay = delay_under(schedule, self._place_of(stage))
-            probe = Probe(stage, self._pipe._rules[k], delay, self._errors_every)
+        probe, late = None, not flushes(self._pipe.method.schedule)
+        if stage.weights is not None and self._errors_every and late:
+            rules, delay = self._pipe._rules[k], self._delay(stage)
+            probe = Probe(stage, rules, delay, self._errors_every)
         return self._meters[k].handlers(run, handlers, probe)
 
     def result(self, result: Result) -> None:
@@ -135,13 +135,13 @@ class Metrics(Observer, AbstractContextManager["Metrics"]):
             if self._write is not None:
                 self._write(record)
 
-    def _place_of(self, stage: Stage) -> Place:
-        return next(place for place in self._pipe.places if place.stage == stage.index)
+    def _delay(self, stage: Stage) -> int:
+        place = next(place for place in self._pipe.places if place.stage == stage.index)
+        return delay_under(self._pipe.method.schedule, place)
 
     def _record(self, stage: Stage, window: Window) -> Record:
         seconds = max(window.ended - window.began, 1e-9)
         busy = window.busy()
-        place = self._place_of(stage)
         return {
             "time": window.ended,
             "stage": stage.index,
@@ -155,7 +155,7 @@ class Metrics(Observer, AbstractContextManager["Metrics"]):
             "busy": busy,
             "bytes_sent": dict(zip(("next", "previous"), window.sent, strict=True)),
             "staleness": {
-                "scheduled": delay_under(self._pipe.method.schedule, place),
+                "scheduled": self._delay(stage),
                 "mean": _mean(window.delays),
                 "max": max(window.delays, default=None),
             },
