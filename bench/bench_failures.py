@@ -134,7 +134,7 @@ def trained(
                 f"{folder}: torchrun ended with {process.returncode}:\n"
                 + (folder / "printed").read_text()[-6000:]
             )
-        latest = checkpoints / (checkpoints / "latest").read_text().strip()
+        latest = max(checkpoints.glob("minibatch-*"))  # with the same number of digits
         found: dict[str, Tensor] = {}
         for each in latest.glob("*.safetensors"):
             found |= load_file(each)

@@ -72,37 +72,6 @@ class BFloat16:
 
 
 @dataclass(frozen=True)
-class Float8:
-    """Activations as e4m3, gradients as e5m2, rounded to nearest, with a bfloat16 scale per block.
-
-    A block is ``block`` consecutive elements in row-major order; the remaining ones form a shorter
-    block. 128 elements take 130 bytes. A block with a number that is not finite, or is beyond
-    float32's range, arrives as NaN.
-
-    Example:
-        >>> codec, x = st.codecs.Float8(), torch.tensor([[448.0, 1.0]])
-        >>> codec.unpack(codec.pack(x, backward=False), x.to("meta"), backward=False)
-        tensor([[448.,   1.]])
-    """
-
-    block: int = 128
-
-    def __post_init__(self) -> None:
-        _check_block(self)
-
-    def pack(self, tensor: Tensor, backward: bool) -> Tensor:
-        dtype = _FLOAT8[backward]
-        blocks = _in_blocks(tensor.reshape(-1).float(), self.block)
-        scales = _scales(blocks, torch.finfo(dtype).max)
-        return _joined(scales, (blocks / scales).to(dtype).view(torch.uint8), tensor.numel())
-
-    def unpack(self, packed: Tensor, like: Tensor, backward: bool) -> Tensor:
-        scales, rest = _parted(packed, like, self.block)
-        values = _in_blocks(rest.view(_FLOAT8[backward]).float(), self.block) * scales
-        return _placed(values.view(-1)[: like.numel()], like)
-
-
-@dataclass(frozen=True)
 class Int8:
     """Integers from -127 to 127, with a bfloat16 scale per block, set by its largest magnitude.
 
@@ -126,7 +95,10 @@ class Int8:
     _limit: ClassVar[int] = 127
 
     def __post_init__(self) -> None:
-        _check_block(self)
+        if not isinstance(self.block, int) or isinstance(self.block, bool):
+            raise TypeError(f"block: expected an int, got {self.block!r}")
+        if self.block < 1:
+            raise ValueError(f"block: expected at least 1, got {self.block}")
 
     def pack(self, tensor: Tensor, backward: bool, key: int = 0) -> Tensor:
         blocks = self._turned(_in_blocks(tensor.reshape(-1).float(), self.block), tensor.numel())
@@ -236,16 +208,6 @@ def packed_bytes(
     return nbytes * codec.pack(sample, backward).nbytes / sample.nbytes
 
 
-_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-def _check_block(codec: Any) -> None:
-    if not isinstance(codec.block, int) or isinstance(codec.block, bool):
-        raise TypeError(f"block: expected an int, got {codec.block!r}")
-    if codec.block < 1:
-        raise ValueError(f"block: expected at least 1, got {codec.block}")
-
-
 def _in_blocks(flat: Tensor, block: int) -> Tensor:
     """Return a flat tensor as [blocks, block], padded with zeros."""
     missing = -len(flat) % block
@@ -296,7 +258,6 @@ def _placed(values: Tensor, like: Tensor) -> Tensor:
 #: The built-in codecs by the command line's names.
 NAMES: dict[str, Codec] = {
     "bfloat16": BFloat16(),
-    "float8": Float8(),
     "int8": Int8(),
     "int4": Int4(),
     "int4-hadamard": Int4(hadamard=True),

@@ -2,8 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from datetime import timedelta
+from contextlib import contextmanager
 from importlib import import_module
 from operator import length_hint
 from pathlib import Path
@@ -41,67 +40,47 @@ def picture(path: str | Path, width: float, height: float) -> Iterator[Any]:
         figure.savefig(path, metadata=undated)
 
 
-def require_tensorboard() -> Any:
-    """Return ``torch.utils.tensorboard``, or raise an error early if it is missing."""
-    return require(
-        "torch.utils.tensorboard",
-        "the curves need TensorBoard",
-        "pip install 'spectrain_ext[tensorboard]'",
-    )
-
-
 @contextmanager
 def progress_of(batches: Iterable[object], epochs: int) -> Iterator[Callable[[Any], None]]:
-    """Yield a callback for ``fit`` that shows its progress on stderr, as a bar or in lines."""
+    """Yield a callback for ``fit`` that shows its progress in a terminal, on stderr."""
+    from rich import progress
+    from rich.console import Console
+
     try:
         length = length_hint(batches)
     except NotImplementedError:  # from a data set without a length
         length = 0
-    total, terminal = length * epochs, sys.stderr.isatty()
-    count, began, due = 0, 0.0, 0.0
-    latest: Any = None
-    shown: Any = None  # the result at which the progress was shown last
-    lines = nullcontext(lambda _, text: print(text, file=sys.stderr, flush=True))
-    with _bar(total or None) if terminal else lines as show:
-
-        def text(result: Any, now: float) -> str:
-            parts = [f"{count}/{total}" if total else f"{count} minibatches"]
-            if total and epochs > 1:
-                parts.append(f"epoch {min(epochs, 1 + (count - 1) // length)}/{epochs}")
-            if result is not None and result.has_loss:
-                parts.append(f"loss {float(result.loss):.4g}")
-            if count > 1:  # the first one takes longer
-                speed = (count - 1) / (now - began)
-                parts.append(f"{speed:.3g}/s")
-                if count < total:
-                    parts.append(f"{timedelta(seconds=round((total - count) / speed))} left")
-            return "  ".join(parts)
-
-        def called(result: Any) -> None:
-            nonlocal count, began, due, shown, latest
-            now = perf_counter()
-            count += 1
-            began = began or now
-            if now >= due:
-                show(count, text(shown, now))  # its loss is computed by now: nothing waits for it
-                due, shown = now + (0.1 if terminal else 10.0), result
-            latest = result
-
-        yield called
-        show(count, text(latest, perf_counter()))
-
-
-@contextmanager
-def _bar(total: int | None) -> Iterator[Callable[[int, str], object]]:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
-
+    due = 0.0  # the time at which the progress is shown next
+    shown: Any = None  # the result at which it was shown last
+    columns = [
+        progress.BarColumn(20),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn("{task.description}"),
+        progress.TimeRemainingColumn(),
+    ]
+    console = Console(stderr=True)
     # Refreshed by calls alone: a thread would take time from the training.
-    with Progress(
-        *(BarColumn(20), TextColumn("{task.description}", markup=False)),
-        console=Console(stderr=True),
+    with progress.Progress(
+        *columns,
+        console=console,
         auto_refresh=False,
         redirect_stdout=sys.stdout.isatty(),
+        disable=not console.is_terminal,
     ) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda n, text: bar.update(task, completed=n, description=text, refresh=True)
+        task = bar.add_task("", total=length * epochs or None)
+
+        def called(result: Any) -> None:
+            nonlocal due, shown
+            bar.advance(task)
+            if perf_counter() < due:
+                return
+            # its loss is computed by now: nothing waits for it
+            has_loss = shown is not None and shown.has_loss
+            text = f"loss {float(shown.loss):.4g}" if has_loss else ""
+            if (speed := bar.tasks[0].speed) is not None:
+                text += f"  {speed:.3g}/s"
+            bar.update(task, description=text, refresh=True)
+            due, shown = perf_counter() + 0.1, result
+
+        yield called
+        bar.refresh()

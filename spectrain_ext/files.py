@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import json
 import math
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 #: The index of a model whose weights are in several files, as in Hugging Face's tools.
 MODEL_INDEX = "model.safetensors.index.json"
-
-_HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 
 
 def read_bounded(path: str | os.PathLike[str], largest: int) -> bytes:
@@ -60,15 +56,12 @@ def partial(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
-@contextmanager
-def new_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a new file for writing and reading; at the end of the block it is on the disk."""
-    # Never an existing file, nor the target of a link.
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    with open(handle, "w+b") as file:
-        yield file
+def write_new(path: Path, content: bytes) -> None:
+    """Write a file, to the disk; FileExistsError for one that exists, and for a link."""
+    with open(path, "xb") as file:
+        file.write(content)
         file.flush()
-        os.fsync(handle)
+        os.fsync(file.fileno())
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -77,8 +70,7 @@ def replace_file(path: Path, content: bytes) -> None:
         raise FileExistsError(errno.EEXIST, "expected a plain file", str(path))
     remove(partial(path))  # from a write that was interrupted
     try:
-        with new_file(partial(path)) as file:
-            file.write(content)
+        write_new(partial(path), content)
         partial(path).replace(path)
     except BaseException:
         remove(partial(path))
@@ -96,27 +88,6 @@ def present(path: Path) -> Path:
     old = replaced(path)
     left = not os.path.lexists(path) and os.path.isdir(old) and not os.path.islink(old)
     return old if left else path
-
-
-def replace_directory(path: Path) -> None:
-    """Rename the partial directory to ``path``; a directory that is there becomes the partial one.
-
-    At every moment, ``present(path)`` is one of the two.
-    """
-    if not os.path.lexists(path):
-        partial(path).rename(path)
-    elif not exchanged(partial(path), path):
-        remove(replaced(path))
-        path.rename(replaced(path))
-        partial(path).rename(path)
-        replaced(path).rename(partial(path))
-
-
-def exchanged(one: Path, other: Path) -> bool:
-    """Exchange two names atomically; return False if the system or the file system cannot."""
-    call = getattr(ctypes.CDLL(None), "renameat2", None)  # glibc 2.28
-    names = os.fsencode(one), os.fsencode(other)
-    return call is not None and call(_HERE, names[0], _HERE, names[1], _EXCHANGE) == 0
 
 
 def sync_directory(path: Path) -> None:

@@ -4,15 +4,16 @@ from spectrain_ext.errors import CheckpointError
 
 from .loading import Loaded, load
 from .manager import CheckpointManager
-from .sampler import Sampler, ShuffledSampler
+from .parts import Stateful
+from .sampler import ShuffledSampler
 from .saving import save
 
 __all__ = [
     "CheckpointError",
     "CheckpointManager",
     "Loaded",
-    "Sampler",
     "ShuffledSampler",
+    "Stateful",
     "load",
     "save",
 ]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from spectrain_ext.errors import CheckpointError
@@ -19,11 +17,10 @@ from spectrain_ext.files import present
 from spectrain_ext.pipeline.pipeline import Pipeline
 
 from . import storage
-from .documents import NAME, Json, decode, decode_at, digest, tensors_in
-from .parts import Item, Part, Stateful, Weights, listed, parts_of, weights_of
-from .progress import Generators, Training
-from .sampler import Sampler, SamplerState
-from .saving import items_of, peers_of, together
+from .documents import NAME, Json, decode, digest, read, tensors_in
+from .parts import Item, Part, Stateful, Weights, parts_of, weights_of
+from .progress import Generators, SamplerState, Training
+from .saving import items_of, together
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +52,8 @@ def load(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: Stateful | None = None,
-    sampler: Sampler | None = None,
+    sampler: Stateful | None = None,
     only_model: bool = False,
-    first_stage: int | None = None,
-    process_group: dist.ProcessGroup | None = None,
 ) -> Loaded:
     """Load parameters, module buffers, optimizers and schedulers from a checkpoint.
 
@@ -73,10 +68,7 @@ def load(
         optimizer: a module's, to load into; None: its state is not loaded. A pipeline has its own.
         scheduler: a module's, to load into; None: its state is not loaded. A pipeline has its own.
         sampler: object to load the saved sampler's state into.
-        only_model: load only parameters and module buffers, for example to fine-tune. The rest is
-            not checked.
-        first_stage: as for ``save``.
-        process_group: as for ``save``.
+        only_model: load only parameters and module buffers, for example to fine-tune.
 
     Raises:
         CheckpointError: a file is missing, truncated or changed, or its contents do not fit the
@@ -84,7 +76,7 @@ def load(
             (the message names both). Nothing has changed.
         RuntimeError: a run of the pipeline has not ended.
         ValueError: an optimizer or scheduler is given together with a pipeline.
-        RankError, ConnectionError: as for ``save``.
+        RankError: as for ``save``.
 
     Example:
         >>> st.checkpoint.save("checkpoint", nn.Linear(4, 2), extra={"epoch": 3})
@@ -93,64 +85,65 @@ def load(
         {'epoch': 3}
     """
     directory = Path(path).absolute()
-    peers = peers_of(target, process_group)
     doing = f"reading {directory.name}"
-    with together(target, f"loading {directory.name}"):
+    with together(target, f"loading {directory.name}") as peers:
         directory = present(directory)
-        with peers.attempt(doing) as found:
-            body = storage.read(directory)
-            parts = parts_of(target, optimizer, scheduler, first_stage, bind=True)
-            found.append(
+        with peers.attempt(doing) as loads:
+            with _unless_forged(directory):
+                body = read(directory)
+                minibatches: int = body["minibatches"]
+            parts = parts_of(target, optimizer, scheduler, bind=True)
+            identity = digest(body)
+            loads.append(
                 {
                     "names": [name for part in parts for name, _ in part.tensors()],
-                    "path": str(directory),
-                    "minibatches": body["minibatches"],
-                    "sha256": digest(body),
+                    "path": f"{directory} ({minibatches} minibatches, SHA-256 {identity[:12]}...)",
+                    "sha256": identity,
                     "only_model": only_model,
                 }
             )
-        _check_alike(found)
-        generators = Generators(parts, peers.rank, peers.size)
-        # items to load, each with its view of the document
-        weights: list[tuple[Item, Json]] = []
-        others: list[tuple[Item, Json]] = []
-        if sampler is not None:
-            others.append((SamplerState(sampler, peers.rank), body))
-        for part in parts:
-            own = body if only_model else _document_for(body, part)
-            items = items_of(part)
-            weights.append((Weights(part), own))
-            others += [(items[k], own) for k in items if k == "averaging" or not only_model]
-        if not only_model:
-            others.append((generators, body))
-            if isinstance(target, Pipeline):
-                others.append((Training(target), body))
-            for part in parts:
-                if part.optimizer is not None or isinstance(target, Pipeline):
-                    _warn_of_frozen(part, body)
-        with peers.attempt(doing) as keys:
-            try:
-                matched = [(item, item.match(own)) for item, own in weights]
-                left = weights_of(body).keys() - {name for said in found for name in said["names"]}
-                if left:
-                    raise ValueError(
-                        f"has {min(left)!r}, which the model has not ({len(left)} such tensors)"
-                    )
-                matched += [(item, item.match(own)) for item, own in others]
-                extra = decode_at("extra", body.get("extra"))
-            except ValueError as error:
-                raise CheckpointError(f"{directory / NAME}: {error}") from error
-            used = (key for _, state in matched for key in tensors_in(state))
-            keys.append(list(dict.fromkeys(used)))
-        with peers.attempt(doing, str(directory)):
-            tensors = dict(storage.read_tensors(directory, body, keys[peers.rank]))
+        _check_alike(loads)
+        with peers.attempt(doing, str(directory)), _unless_forged(directory):
+            views = [body if only_model else _document_for(body, part) for part in parts]
+            weights: list[Item] = [Weights(part) for part in parts]
+            states = [(item, item.match(view)) for item, view in zip(weights, views, strict=True)]
+            unknown = weights_of(body).keys() - {name for each in loads for name in each["names"]}
+            if unknown:
+                raise ValueError(
+                    f"has {min(unknown)!r}, which the model has not ({len(unknown)} such tensors)"
+                )
+            items: list[tuple[Item, Json]] = []
+            if sampler is not None:
+                items.append((SamplerState(sampler, peers.rank), body))
+            for part, view in zip(parts, views, strict=True):
+                for key, item in items_of(part).items():
+                    if key == "averaging" or not only_model:
+                        items.append((item, view))
+            generators = Generators(parts, peers.rank, peers.size)
             if not only_model:
-                # Unused tensors too, such as generators of other cuts; each process takes some.
-                unread = sorted(body["tensors"].keys() - {key for each in keys for key in each})
-                storage.verify_tensors(directory, body, unread[peers.rank :: peers.size])
+                items.append((generators, body))
+                if isinstance(target, Pipeline):
+                    items.append((Training(target), body))
+            states += [(item, item.match(view)) for item, view in items]
+            extra = decode(body.get("extra"))
+            keys = dict.fromkeys(key for _, state in states for key in tensors_in(state))
+            tensors = dict(storage.read_tensors(directory, body, keys))
         with peers.attempt(doing):
-            _put(matched, tensors, directory)
-    return Loaded(body["minibatches"], extra, generators.all_found)
+            _put(states, tensors, directory)
+    return Loaded(minibatches, extra, generators.all_found)
+
+
+@contextmanager
+def _unless_forged(directory: Path) -> Iterator[None]:
+    """Turn whatever a document causes that does not fit, or that no save wrote, into one error."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{directory / NAME}: {error}") from error
+    except Exception as error:  # of any kind, as a forged document may have any form
+        raise CheckpointError(f"{directory / NAME}: no save writes this: {error!r}") from error
 
 
 def _document_for(body: Json, part: Part) -> Json:
@@ -166,42 +159,15 @@ def _document_for(body: Json, part: Part) -> Json:
     return {**body, "stages": own, "of_all_stages": body["stages"]} if alike else body
 
 
-def _check_alike(found: Sequence[Mapping[str, Any]]) -> None:
-    first = found[0]
-    for rank, said in enumerate(found):
-        if said["sha256"] != first["sha256"]:
-            raise CheckpointError(
-                f"path: process 0 loads {_shown(first)} and process {rank} loads {_shown(said)}; "
-                "all must load the same checkpoint"
-            )
-        if said["only_model"] != first["only_model"]:
-            raise CheckpointError(
-                f"only_model: process 0 has {first['only_model']} and process {rank} has "
-                f"{said['only_model']}; all must load the same"
-            )
-
-
-def _shown(said: Mapping[str, Any]) -> str:
-    return f"{said['path']} ({said['minibatches']} minibatches, SHA-256 {said['sha256'][:12]}...)"
-
-
-def _warn_of_frozen(part: Part, body: Json) -> None:
-    """Warn of saved optimizer state whose parameters the part does not train."""
-    groups = [] if part.optimizer is None else part.optimizer.param_groups
-    trained = {p for group in groups for p in group["params"]}
-    optimizers = [stage["optimizer"] for stage in body["stages"]]
-    saved = {name for each in optimizers if each is not None for name in each["state"]}
-    idle = [
-        name
-        for p, name in part.parameter_names().items()
-        if p not in trained and name in saved and name not in part.tied
-    ]
-    if idle:
-        warnings.warn(
-            f"stage {part.stage}: the optimizer state of {listed(idle)} is not loaded, as these "
-            "parameters are frozen or no optimizer has them",
-            stacklevel=2,
-        )
+def _check_alike(loads: Sequence[Mapping[str, Any]]) -> None:
+    first = loads[0]
+    for rank, other in enumerate(loads):
+        for key, shown in (("sha256", "path"), ("only_model", "only_model")):
+            if other[key] != first[key]:
+                raise CheckpointError(
+                    f"{shown}: process 0 has {first[shown]} and process {rank} has "
+                    f"{other[shown]}; all must load the same"
+                )
 
 
 def _put(matched: Iterable[tuple[Item, Any]], tensors: Mapping[str, Tensor], path: Path) -> None:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from datetime import timedelta
 from pathlib import Path
 
-import torch.distributed as dist
-
-from spectrain_ext.distributed.pipeline import DistributedPipeline
-from spectrain_ext.distributed.store import Peers
-from spectrain_ext.errors import CheckpointError
-from spectrain_ext.files import partial, read_bounded, remove, replace_file, replaced
+from spectrain_ext.files import partial, replaced
 from spectrain_ext.pipeline.loops import warn_unless_begun
 from spectrain_ext.pipeline.losses import Keep, Result
 from spectrain_ext.pipeline.observer import Observer
@@ -24,13 +18,13 @@ from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.pipeline.segments import Segment, segments
 
 from .loading import Loaded, load
-from .sampler import Sampler, ShuffledSampler
-from .saving import PendingCheckpoint, peers_of, together
+from .parts import Stateful
+from .sampler import ShuffledSampler
+from .saving import save, together
 from .storage import drop, more_than_checkpoint, recover
 
 _logger = logging.getLogger(__name__)
 
-LATEST = "latest"
 NAME = re.compile(r"minibatch-[0-9]{8,18}")
 
 
@@ -43,17 +37,13 @@ class CheckpointManager:
     ``every_seconds`` they depend on the clock.
 
     Args:
-        directory: holds ``minibatch-00000100``, ... and the file ``latest`` with the newest name.
+        directory: holds ``minibatch-00000100``, ...
         pipe: the pipeline to save.
         sampler: determines the order of the data; saved and loaded too.
         every_minibatches: save after this many minibatches.
         every_seconds: save at the first minibatch after this many seconds.
         keep: number of checkpoints to keep. Older ones are removed once a newer one is complete,
             except those to which somebody has added files.
-        asynchronous: write in a thread during training. This pays if writing takes longer than
-            copying (slow disk, GPU), and needs CPU memory for a copy of all state.
-        first_stage: as for ``save``.
-        process_group: as for ``save``.
 
     Attributes:
         minibatches: number of minibatches trained on in all runs.
@@ -74,7 +64,7 @@ class CheckpointManager:
         >>> [result.index for result in manager.run(batches)]
         [0, 1, 2, 3]
         >>> sorted(path.name for path in Path("run").iterdir())
-        ['latest', 'minibatch-00000002', 'minibatch-00000004']
+        ['minibatch-00000002', 'minibatch-00000004']
         >>> manager.restore().minibatches
         4
     """
@@ -84,13 +74,10 @@ class CheckpointManager:
         directory: str | os.PathLike[str],
         pipe: Pipeline,
         *,
-        sampler: Sampler | None = None,
+        sampler: Stateful | None = None,
         every_minibatches: int | None = None,
         every_seconds: float | None = None,
         keep: int = 3,
-        asynchronous: bool = False,
-        first_stage: int | None = None,
-        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         for name, value, least in (
             ("every_minibatches", every_minibatches, 1),
@@ -99,7 +86,7 @@ class CheckpointManager:
         ):
             if value is not None and not value >= least:
                 raise ValueError(f"{name}: expected at least {least}, got {value}")
-        self._peers = peers_of(pipe, process_group)
+        self._is_first = getattr(pipe, "rank", 0) == 0  # of several processes
         self.directory = Path(directory).absolute()
         self.pipe = pipe
         self.minibatches = 0
@@ -107,22 +94,6 @@ class CheckpointManager:
         self._every = every_minibatches
         self._seconds = every_seconds
         self._keep = keep
-        self._asynchronous = asynchronous
-        self._first_stage = first_stage
-        self._group = process_group
-        if asynchronous and self._peers.size > 1:
-            # Messages of the writing thread must not mix with the caller's.
-            process_group = dist.new_group(
-                None if process_group is None else dist.get_process_group_ranks(process_group),
-                timeout=(
-                    timedelta(seconds=pipe.timeout)
-                    if isinstance(pipe, DistributedPipeline)
-                    else None
-                ),
-                backend="gloo",
-            )
-        self._writing = Peers(process_group)
-        self._saving: Future[None] | None = None
         self._failed = False
         # A loader with workers reads the sampler ahead of training, so its position is this offset
         # plus the minibatches trained on.
@@ -132,46 +103,25 @@ class CheckpointManager:
     # Resuming
 
     def latest(self) -> Path | None:
-        """Return the newest complete checkpoint, or None.
-
-        Raises:
-            CheckpointError: the file ``latest`` is damaged.
-        """
-        pointer = self.directory / LATEST
-        try:
-            name = read_bounded(pointer, 100).decode().strip()
-        except FileNotFoundError:
-            found = self._whole()  # stopped after the first checkpoint, before the file ``latest``
-            return found[-1] if found else None
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{pointer}: cannot be read: {error}") from error
-        if not NAME.fullmatch(name):
-            raise CheckpointError(f"{pointer}: damaged, expected a checkpoint's name, got {name!r}")
-        return self.directory / name
+        """Return the newest checkpoint, or None."""
+        checkpoints = self._checkpoints()
+        return checkpoints[-1] if checkpoints else None
 
     def restore(self) -> Loaded | None:
         """Load the newest checkpoint; return None and change nothing if there is none.
 
         Raises:
             CheckpointError: the checkpoint is damaged or does not fit; the message names the file.
-                You can pass an older one to ``load``.
+                Remove its directory to restore the one before.
         """
         doing = "looking for the newest checkpoint"
-        with together(self.pipe, doing):
-            self.wait()
-            with self._peers.attempt(doing) as names:
-                names.append(str(self._recover() or ""))
+        with together(self.pipe, doing) as peers, peers.attempt(doing) as names:
+            names.append(str(self._recover() or ""))
         found = names[0]
         if not found:
             return None
-        loaded = load(
-            found,
-            self.pipe,
-            sampler=self.sampler,
-            first_stage=self._first_stage,
-            process_group=self._group,
-        )
-        if self._peers.rank == 0:
+        loaded = load(found, self.pipe, sampler=self.sampler)
+        if self._is_first:
             _logger.info("checkpoint loaded: %s", found)
         self.minibatches = loaded.minibatches
         self._offset = self._position() - self.minibatches
@@ -181,14 +131,12 @@ class CheckpointManager:
 
     def _recover(self) -> Path | None:
         """Clean up after a save that did not finish; return the newest checkpoint (on rank 0)."""
-        if self._peers.rank != 0:
+        if not self._is_first:
             return None
-        remove(partial(self.directory / LATEST))
         for leftover in sorted(self.directory.glob(".minibatch-*")):
             path = self.directory / leftover.name.strip(".").partition(".")[0]
             if NAME.fullmatch(path.name) and leftover in (partial(path), replaced(path)):
                 recover(path)
-                remove(leftover)
         return self.latest()
 
     # Training
@@ -216,8 +164,8 @@ class CheckpointManager:
             in flight, and saves if a save is due.
 
         Raises:
-            CheckpointError: a save failed (with ``asynchronous``, an earlier one). The
-                checkpoints before it are intact. Otherwise as ``pipe.run``.
+            CheckpointError: a save failed. The checkpoints before it are intact. Otherwise as
+                ``pipe.run``.
         """
         begun: list[bool] = []
         return warn_unless_begun(self._run(batches, trace, keep, extra, begun), begun)
@@ -239,7 +187,7 @@ class CheckpointManager:
                 yield batch
 
         def ends(taken: int) -> bool:
-            return taken > 0 and self._peers.rank == 0 and self._due()
+            return taken > 0 and self._is_first and self._due()
 
         def run(segment: Iterable[object]) -> Iterator[Result]:
             results = self.pipe.run(segment, trace=trace, keep=keep)
@@ -249,8 +197,8 @@ class CheckpointManager:
         def follow(segment: Segment, left: bool) -> int | None:
             """Save if due; return None if this was the last run in any process."""
             last = segment.exhausted or left
-            with together(self.pipe, "counting the minibatches of a run"):
-                found = self._peers.all_gather((self.minibatches, self._due(), last))
+            with together(self.pipe, "counting the minibatches of a run") as peers:
+                found = peers.all_gather((self.minibatches, self._due(), last))
                 # rank 0 feeds the run, so only it has counted the minibatches
                 self.minibatches, due, _ = found[0]
                 more = extra() if due and extra is not None else None
@@ -293,38 +241,27 @@ class CheckpointManager:
             )
         path, sampler = self.directory / f"minibatch-{self.minibatches:08d}", self.sampler
         if isinstance(sampler, ShuffledSampler):
-            sampler = sampler.at(self._offset + self.minibatches)
-        with together(self.pipe, f"saving {path.name}"):
-            self.wait()
-            pending = PendingCheckpoint(
-                path,
-                self.pipe,
-                self._peers,
-                minibatches=self.minibatches,
-                sampler=sampler,
-                extra=extra,
-                overwrite=True,
-                first_stage=self._first_stage,
-                committed=lambda: self._committed(path),
-            )
-            if self._asynchronous:
-                self._saving = pending.write_behind(self._writing)
-            else:
-                pending.write()
+            sampler = copy.copy(sampler)
+            sampler.position = self._offset + self.minibatches
+        save(
+            path,
+            self.pipe,
+            minibatches=self.minibatches,
+            sampler=sampler,
+            extra=extra,
+            overwrite=True,
+        )
+        doing = "removing older checkpoints"
+        with together(self.pipe, doing) as peers, peers.attempt(doing, str(self.directory)):
+            if self._is_first:
+                self._remove_older(path)
         self._last = (self.minibatches, time.monotonic())
         return path
 
-    def wait(self) -> None:
-        """Wait for an asynchronous save; raises if it failed."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.result()
-
-    def _committed(self, path: Path) -> None:
-        """Update ``latest``, and remove checkpoints beyond ``keep``; called on rank 0."""
-        replace_file(self.directory / LATEST, f"{path.name}\n".encode())
+    def _remove_older(self, path: Path) -> None:
+        """Remove checkpoints beyond ``keep``."""
         _logger.info("checkpoint saved: %s", path)
-        for old in self._whole()[: -self._keep]:
+        for old in self._checkpoints()[: -self._keep]:
             if old == path:
                 continue
             reason = more_than_checkpoint(old)
@@ -334,14 +271,11 @@ class CheckpointManager:
             else:
                 _logger.warning("checkpoint kept: %s %s", old, reason)
 
-    def _whole(self) -> list[Path]:
-        """Return all complete checkpoints, oldest first; an incomplete one has another name."""
-        if not self.directory.is_dir():
-            return []
-        return sorted(
-            (path for path in self.directory.iterdir() if NAME.fullmatch(path.name)),
-            key=lambda path: int(path.name.rpartition("-")[2]),
-        )
+    def _checkpoints(self) -> list[Path]:
+        """Return all checkpoints, oldest first; an incomplete one has another name."""
+        paths = self.directory.glob("minibatch-*")
+        named = (path for path in paths if NAME.fullmatch(path.name))
+        return sorted(named, key=lambda path: int(path.name.rpartition("-")[2]))
 
     def _position(self) -> int:
         return self.sampler.position if isinstance(self.sampler, ShuffledSampler) else 0

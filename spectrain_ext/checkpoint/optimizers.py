@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import reprlib
 import warnings
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -16,9 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from spectrain_ext.optim import PredictingOptimizer
 from spectrain_ext.optim.state import laid_out_as
 
-from .documents import Json, Keep, decode_at, dtype_of, encode, tensors_in
+from .documents import Json, Keep, decode, encode, tensors_in
 from .parts import Item, Part, weights_of
-from .progress import alike
 
 # These select an implementation with the same results: the loading side's choice is kept.
 _IMPLEMENTATION = frozenset(("foreach", "fused", "capturable", "differentiable"))
@@ -116,21 +114,30 @@ class OptimizerState(Item):
             mine = [self._names[p] for p in group["params"]]
             where = f"group {number} of {self.what}"
             remedy = "give them groups of their own, or load into the saved stages"
-            found = _common(mine, options, body, where, remedy)
-            groups.append(_checked(found, group if self._is_known else None, where))
+            found = _common(mine, options, body["tensors"], where, remedy)
+            groups.append(_taken(found, group if self._is_known else None, where))
         params = self._params()
         mine = [self._names[p] for p in params]
         where = f"the state of {self.what}"
         remedy = "it belongs to stages, not to parameters: load into the saved stages"
-        common = _NOTHING if self._is_ours else _common(mine, shared, body, where, remedy)
-        common = _checked(common, None, where)
+        common = (
+            _NOTHING if self._is_ours else _common(mine, shared, body["tensors"], where, remedy)
+        )
         self._as_saved = self._kept_as_saved(body)
         entries = [states.get(name, {}) for name in mine]
-        for p, entry, as_saved in zip(params, entries, self._as_saved, strict=True):
+        for p, name, entry in zip(params, mine, entries, strict=True):
             for key, value in entry.items():
-                where = f"{self.key}{self._names[p]}.{key}"
-                self._check_entry(where, key, value, p, body, as_saved)
+                if isinstance(value, dict) and "$tensor" in value:
+                    shape = body["tensors"][value["$tensor"]]["shape"]
+                    self._check_shape(f"{self.key}{name}.{key}", key, shape, p)
         return {"groups": groups, "shared": common, "state": entries}
+
+    def _check_shape(self, where: str, key: str, shape: list[int], p: Tensor) -> None:
+        """Raise ValueError for state of a known optimizer that does not fit its parameter."""
+        # Others may have any shape: torch's Adafactor keeps rows and columns.
+        ours = self._is_ours and key not in self._loose and shape not in ([], [1])
+        if self._is_known and (key in _ELEMENTWISE or ours) and shape != list(p.shape):
+            raise ValueError(f"{where!r} has shape {shape}, expected {list(p.shape)}")
 
     def _kept_as_saved(self, body: Json) -> list[bool]:
         """Return, per parameter, whether its dtype and that of its master are as saved."""
@@ -143,29 +150,6 @@ class OptimizerState(Item):
             alike = entry["dtype"] == str(p.dtype).removeprefix("torch.")
             kept.append(alike and (name in masters) == (p in self._part.masters))
         return kept
-
-    def _check_entry(
-        self, where: str, key: str, value: Any, p: Tensor, body: Json, as_saved: bool
-    ) -> None:
-        entries = [body["tensors"][name] for name in tensors_in(value)]
-        whole = isinstance(value, dict) and isinstance(value.get("$tensor"), str)
-        shape = entries[0]["shape"] if whole else None
-        if shape is None and self._is_known and key in _ELEMENTWISE:
-            raise ValueError(f"{where!r} is no tensor, expected one of shape {list(p.shape)}")
-        # torch's Adafactor, for example, keeps rows and columns
-        is_any = key in self._loose or shape in ([], [1])
-        fixed = key in _ELEMENTWISE or (self._is_ours and not is_any)
-        if shape not in (None, list(p.shape)) and self._is_known and fixed:
-            raise ValueError(f"{where!r} has shape {shape}, expected {list(p.shape)}")
-        if shape is None and entries and self._is_ours:
-            raise ValueError(f"{where!r} holds tensors, expected one")
-        if not p.is_complex() and (self._is_known or not as_saved):
-            for entry in entries:
-                if dtype_of(entry["dtype"]).is_complex:
-                    raise ValueError(
-                        f"{where!r} is {entry['dtype']}, and its parameter has no imaginary part"
-                    )
-        decode_at(repr(where), value, dict.fromkeys(tensors_in(value)))
 
     def _check_kind(self, body: Json) -> None:
         here = [kind.__name__ for kind in type(self._optimizer).__mro__]
@@ -209,10 +193,11 @@ class OptimizerState(Item):
         if self._is_ours:
             return
         held = getattr(self._optimizer, "state", {})
-        for index, (p, keeps) in enumerate(zip(self._params(), as_saved, strict=True)):
-            entry = held.get(p)
-            if isinstance(entry, dict):
-                entry.update(_as_given(entry, given.get("state", {}).get(index), keeps))
+        for index, (p, keeps_dtypes) in enumerate(zip(self._params(), as_saved, strict=True)):
+            entry: Json = held.get(p, {})
+            saved: Json = given.get("state", {}).get(index, {})
+            for key in entry.keys() & saved.keys():
+                entry[key] = _as_given(entry[key], saved[key], keeps_dtypes)
 
     def undo(self) -> Callable[[], object]:
         try:
@@ -223,22 +208,18 @@ class OptimizerState(Item):
         return lambda: self._load(before, every)
 
 
-def _as_given(loaded: Any, given: Any, keeps_dtype: bool) -> Any:
-    """Return the loaded state with the given strings, lengths of deques and dtypes."""
+def _as_given(loaded: Any, given: Any, keeps_dtypes: bool) -> Any:
+    """Return loaded tensors in the given containers, with their dtypes, and given strings."""
+    # torch makes new deques without a length, and of strings those of generators.
+    tensors = iter([leaf for leaf in tree_leaves(loaded) if isinstance(leaf, Tensor)])
 
-    def member(loaded: Any, given: Any) -> Any:
-        return _as_given(loaded, given, keeps_dtype)
+    def leaf_of(given: Any) -> Any:
+        if not isinstance(given, Tensor):
+            return given
+        tensor = next(tensors)
+        return given.to(tensor.device) if keeps_dtypes else tensor
 
-    if isinstance(loaded, Tensor) and isinstance(given, Tensor):
-        stays = loaded.dtype == given.dtype or not keeps_dtype
-        return loaded if stays else given.to(loaded.device)
-    if isinstance(loaded, dict) and isinstance(given, Mapping):
-        return {key: member(value, given.get(key)) for key, value in loaded.items()}
-    if type(loaded) in (list, tuple) and type(given) is type(loaded):
-        return type(loaded)(map(member, loaded, given))
-    if isinstance(loaded, deque) and isinstance(given, deque):
-        return deque(map(member, loaded, given), given.maxlen)
-    return given if isinstance(given, str) else loaded  # torch makes strings of generators
+    return _mapped(leaf_of, given)
 
 
 def _encoded(values: Mapping[str, Any], where: str, keep: Keep, key: str) -> Json:
@@ -263,25 +244,23 @@ def _encoded(values: Mapping[str, Any], where: str, keep: Keep, key: str) -> Jso
 
 
 def _common(
-    names: list[str], saved: Mapping[str, Json], body: Json, where: str, remedy: str
+    names: list[str], saved: Mapping[str, Json], tensors: Json, where: str, remedy: str
 ) -> Json:
     """Return the values that were saved for parameters, which must be the same for all of them."""
     known = [(name, saved[name]) for name in names if name in saved]
     if not known:
         return _NOTHING
-    first, found = known[0]
-    options = _resolved(found["options"], body["tensors"])
-    for name, its in known[1:]:
-        other = options if its is found else _resolved(its["options"], body["tensors"])
-        if other != options:
-            differ = (k for k in {**options, **other} if options.get(k) != other.get(k))
-            key = next(differ, next(iter(options.keys() ^ other.keys()), ""))
+    first, common = known[0]
+    for name, others in known[1:]:
+        one, other = (_resolved(each["options"], tensors) for each in (common, others))
+        if other != one:
+            missing = object()
+            key = next(k for k in {**one, **other} if one.get(k, missing) != other.get(k, missing))
             raise ValueError(
-                f"{where}: holds {first!r}, saved with {_shown(key)}="
-                f"{reprlib.repr(options.get(key))}, and {name!r}, saved with {_shown(key)}="
-                f"{reprlib.repr(other.get(key))}; {remedy}"
+                f"{where}: holds {first!r}, saved with {_shown(key)}={reprlib.repr(one.get(key))}, "
+                f"and {name!r}, saved with {_shown(key)}={reprlib.repr(other.get(key))}; {remedy}"
             )
-    return found
+    return common
 
 
 def _resolved(encoded: Any, tensors: Json) -> Any:
@@ -290,7 +269,7 @@ def _resolved(encoded: Any, tensors: Json) -> Any:
         return [_resolved(member, tensors) for member in encoded]
     if not isinstance(encoded, dict):
         return encoded
-    if isinstance(encoded.get("$tensor"), str):
+    if "$tensor" in encoded:
         return {**tensors[encoded["$tensor"]], "file": ""}
     return {key: _resolved(value, tensors) for key, value in encoded.items()}
 
@@ -309,24 +288,17 @@ def _mapped(of: Callable[[Any], Any], value: Any) -> Any:
     return tree_map(of, value, is_leaf=lambda leaf: isinstance(leaf, torch.Size))
 
 
-def _checked(saved: Json, group: Mapping[str, Any] | None, where: str) -> Json:
-    """Return the saved values that a group takes; all if None, as torch does."""
+def _taken(saved: Json, group: Mapping[str, Any] | None, where: str) -> Json:
+    """Return the saved options that a group takes; all if None, as torch does."""
     taken = {}
     for key, value in saved["options"].items():
         if key in _IMPLEMENTATION:
             continue
-        found = decode_at(f"{where}: {key!r}", value, dict.fromkeys(tensors_in(value)))
         if group is None or key in group or key in _RATES:
-            now = None if group is None else group.get(key, group.get("lr"))
-            if not alike(found, now):
-                raise ValueError(
-                    f"{where}: was saved with {_shown(key)}={found!r}, expected something like "
-                    f"{now!r}"
-                )
             taken[key] = value
-        elif found:
+        elif decoded := decode(value, dict.fromkeys(tensors_in(value))):
             raise ValueError(
-                f"{where}: was saved with {_shown(key)}={found!r}, which this optimizer does not "
+                f"{where}: was saved with {_shown(key)}={decoded!r}, which this optimizer does not "
                 "know"
             )
     return {**saved, "options": taken}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -24,13 +24,26 @@ from .documents import Json, Keep, dtype_of, encode
 from .storage import WEIGHTS
 
 _MASTERS = "master."
-_EXTRA = "_extra_state"  # of get_extra_state
-
-_Place = tuple[int, torch.Size, tuple[int, ...]]  # of a tensor in memory
 
 
 class Stateful(Protocol):
-    """An object with state to save, such as a learning-rate scheduler."""
+    """An object with state to save: a scheduler, or a sampler with the position in the data.
+
+    Example:
+        >>> class Reader:
+        ...     line = 0
+        ...     def state_dict(self):
+        ...         return {"line": self.line}
+        ...     def load_state_dict(self, state):
+        ...         self.line = state["line"]
+        >>> reader, model = Reader(), nn.Linear(2, 2)
+        >>> reader.line = 7
+        >>> st.checkpoint.save("checkpoint", model, sampler=reader)
+        >>> resumed = Reader()
+        >>> loaded = st.checkpoint.load("checkpoint", model, sampler=resumed)
+        >>> resumed.line
+        7
+    """
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in JSON types and tuples."""
@@ -74,9 +87,9 @@ class Part:
     stage: int
     module: nn.Module
     names: Mapping[str, str]  # the model's name of each key of the module's ``state_dict``
-    optimizer: torch.optim.Optimizer | None
-    scheduler: Stateful | None
-    random: StageRandom | None  # None: it uses the process's generators
+    optimizer: torch.optim.Optimizer | None = None
+    scheduler: Stateful | None = None
+    random: StageRandom | None = None  # None: it uses the process's generators
     # float32 weights that the optimizer updates in the place of narrower parameters
     masters: Mapping[Tensor, Tensor] = field(default_factory=dict)
     replica: int = 0  # the first replica's weights are saved
@@ -113,70 +126,64 @@ def parts_of(
     target: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: Stateful | None = None,
-    first_stage: int | None = None,
     bind: bool = False,  # recreate masters that were released
 ) -> list[Part]:
     """Return the parts of a pipeline, or a module as the only part."""
     if not isinstance(target, Pipeline):
-        names = _names(target, "")
-        tied = _copied(target, names) if first_stage else {}
-        return [Part(first_stage or 0, target, names, optimizer, scheduler, None, tied=tied)]
+        return [Part(0, target, _names(target, ""), optimizer, scheduler)]
     if optimizer is not None or scheduler is not None:
         raise ValueError("optimizer, scheduler: a pipeline has its own, expected None")
     target.check_drained("a checkpoint")
-    ahead = 0 if first_stage is None else first_stage - target.first_stage
     if bind:
         target.masters(bind)
+    stages, over_ranks = target._executor.stages, isinstance(target, DistributedPipeline)
+    averaged = averagers(stages)
     replica, replicas = 0, 1
-    averaged = averagers(target._executor.stages)
-    if averaged and not isinstance(target, DistributedPipeline):
+    if isinstance(target, DistributedPipeline):
+        replica, replicas = target.replica, target.replicas[target.first_stage]
+    elif averaged:
         raise ValueError(
             "a pipeline that is averaged side by side with others has a part of the state; "
             "checkpoints are for DistributedPipeline"
         )
-    if isinstance(target, DistributedPipeline):
-        replica, replicas = target.replica, target.replicas[target.first_stage]
-    parts = []
-    modules = {at.index: at.module for at in target._executor.stages}
+    modules = {stage.index: stage.module for stage in stages}
 
     def names_elsewhere(copy: Copy) -> Sequence[str]:
         if copy.original is None:  # its rank has sent the names
             return copy.names_elsewhere
         home = modules[copy.home]
         keys = names_of(home)[copy.original]
-        return [*full_names(home, keys, f"{ahead + copy.home}.").values()]
+        return [*full_names(home, keys, f"{copy.home}.").values()]
 
+    parts = []
     known: set[str] = set()  # names in earlier stages
-    for at in target._executor.stages:
-        k, module, weights, stage = at.index, at.module, at.weights, ahead + at.index
-        copies, names = target.copied(k), _names(module, f"{stage}.")
-        buffers = _copied(module, names)
-        if not isinstance(target, DistributedPipeline):  # another module may replace the stage
-            buffers = {name: there for name, there in buffers.items() if name in known}
+    for stage in stages:
+        k, module, weights = stage.index, stage.module, stage.weights
+        names = _names(module, f"{k}.")
+        copies = target.copied(k).values()
+        tied = {names[key]: names_elsewhere(copy) for copy in copies for key in copy.names}
+        buffers = getattr(module, "copied_buffers", ())  # that an earlier stage saves
+        for key, name in names.items():
+            # in one process another module may replace the earlier stage
+            if bare(key) in buffers and (over_ranks or name in known):
+                tied[name] = [name]
         known.update(names.values())
         parts.append(
             Part(
-                stage,
+                k,
                 module,
                 names,
                 None if weights is None else weights.optimizer,
                 None if weights is None else weights.scheduler,
-                at.random,
+                stage.random,
                 {} if weights is None else weights.masters(),
                 replica,
                 replicas,
                 averaged.get(k),
-                {names[key]: names_elsewhere(c) for c in copies.values() for key in c.names}
-                | buffers,
+                tied,
             )
         )
     return parts
-
-
-def _copied(module: nn.Module, names: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the names of buffers that an earlier stage saves."""
-    copied: Container[str] = getattr(module, "copied_buffers", ())
-    return {name: [name] for key, name in names.items() if bare(key) in copied}
 
 
 def _names(module: nn.Module, prefix: str) -> dict[str, str]:
@@ -224,45 +231,54 @@ class Weights(Item):
 
     def match(self, body: Json) -> list[Any]:
         """Check shapes and kinds of numbers, and choose between saved weights and masters."""
-        saved = _Saved(body)
-        left = {*saved.left_out, *self._not_taken_back()}
-        self._keeps = [name for name, _ in self._part.tensors() if name in left]
+        part = self._part
+        stages = [*body.get("of_all_stages", ()), *body["stages"]]
+        weights = weights_of({"stages": stages})
+        masters = {name: key for stage in body["stages"] for name, key in stage["masters"].items()}
+        left = {name for stage in body["stages"] for name in stage["left_out"]}
+        left |= {*self._not_taken_back()}
+        self._keeps = [name for name, _ in part.tensors() if name in left]
         if self._keeps:
             warnings.warn(
                 f"{self.what}: {listed(self._keeps)} keep their present values: they are frozen, "
                 "and their modules refuse to load them",
                 stacklevel=2,
             )
-        sources: dict[str, Json] = {}  # by key of the module's state_dict
-        places: dict[_Place, list[str]] = {}  # the keys of one tensor
-        aliases: dict[_Place, list[str]] = {}  # its names
-        wide: dict[_Place, Json] = {}
+
+        def source(names: Sequence[str], tensor: Tensor) -> Json:
+            """Return the saved tensor for one that has these names."""
+            for saved in (weights, masters):
+                entries = {n: body["tensors"][saved[n]["$tensor"]] for n in names if n in saved}
+                for name, entry in entries.items():
+                    _check_fits(name, entry, tensor)
+                    first = next(iter(entries))
+                    if any(entry[key] != entries[first][key] for key in ("dtype", "sha256")):
+                        raise ValueError(differing(first, name))
+            name = next(name for name in names if name in weights)
+            dtype = dtype_of(body["tensors"][weights[name]["$tensor"]]["dtype"])
+            wide = [masters[name] for name in names if name in masters]
+            chosen: Json = weights[name]
+            return wide[0] if wide and dtype.itemsize < tensor.dtype.itemsize else chosen
+
+        # each tensor of the module, with its keys in the ``state_dict`` and its names in the model
+        tensors: dict[object, tuple[Tensor, list[str], list[str]]] = {}
         for (name, tensor), key in zip(
-            self._part.tensors(), self._part.module.state_dict(keep_vars=True), strict=True
+            part.tensors(), part.module.state_dict(keep_vars=True), strict=True
         ):
             if name in left:
                 continue
-            if name not in saved.weights:
+            if name not in weights:
                 raise ValueError(f"has no {name!r}, which {self.what} has")
-            place = (tensor.data_ptr(), tensor.shape, tensor.stride())
-            aliases.setdefault(place, []).extend((*self._part.tied.get(name, ()), name))
-            # Tied weights have one master, under the home's name.
-            name = next((n for n in self._part.tied.get(name, ()) if n in saved.weights), name)
-            saved.check(name, tensor)
-            sources[key], is_master = saved.source(name, tensor.dtype)
-            places.setdefault(place, []).append(key)
-            if is_master:
-                wide.setdefault(place, sources[key])
-        for names in aliases.values():
-            saved.check_alike(names)
-        for place, source in wide.items():
-            sources.update(dict.fromkeys(places[place], source))
-        names_of = self._part.parameter_names()
-        masters = [
-            saved.source(names_of[p], master.dtype)[0] for p, master in self._part.masters.items()
-        ]
-        # pairs, because a name may begin with "$"
-        return [[[key, source] for key, source in sources.items()], masters]
+            place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            _, keys, names = tensors.setdefault(place, (tensor, [], []))
+            keys.append(key)
+            names += (*part.tied.get(name, ()), name)
+        sources: list[Any] = []  # pairs, because a name may begin with "$"
+        for tensor, keys, names in tensors.values():
+            saved = source(names, tensor)
+            sources += [[key, saved] for key in keys]
+        names_of = part.parameter_names()
+        return [sources, [source([names_of[p]], master) for p, master in part.masters.items()]]
 
     def put(self, state: Any) -> None:
         weights, masters = state
@@ -271,8 +287,32 @@ class Weights(Item):
             master.copy_(value)
 
     def _not_taken_back(self) -> list[str]:
-        names = self._part.names
-        return [names[key] for key in _not_taken_back(self._part.module, self.what)]
+        """Return frozen tensors that a part of the module gives but refuses to load.
+
+        Quantized layers do so: what they give is packed, with its scales under more names.
+        """
+        left: list[str] = []
+        for path, module in self._part.module.named_modules(remove_duplicate=False):
+            given: dict[str, Any] = {}
+            module._save_to_state_dict(given, "", keep_vars=True)
+            held: dict[str, Any] = {**module._parameters, **module._buffers}
+            unusual = [
+                name
+                for name, value in given.items()
+                if name != "_extra_state" and _form(held.get(name)) != _form(value)
+            ]
+            if not unusual or _takes_back(module):
+                continue
+            own = [name for name, p in module._parameters.items() if p is not None]
+            trained = [name for name in own if module._parameters[name].requires_grad]
+            if own and own == trained:
+                raise TypeError(
+                    f"{self.what}: {type(module).__name__} refuses to load {unusual[0]!r}, which "
+                    "its state_dict() has, and its weights are trained; it cannot be saved"
+                )
+            prefix = f"{path}." if path else ""
+            left += [self._part.names[prefix + name] for name in given if name not in trained]
+        return left
 
     def undo(self) -> Callable[[], None]:
         """Return a function that restores CPU copies directly, without the module's hooks."""
@@ -287,45 +327,15 @@ class Weights(Item):
         return put_back
 
 
-class _Saved:
-    """The weights and masters of all stages of a document."""
-
-    def __init__(self, body: Json) -> None:
-        self._tensors = body["tensors"]
-        self.weights = weights_of({"stages": [*body.get("of_all_stages", ()), *body["stages"]]})
-        self.left_out = [name for s in body["stages"] for name in s["left_out"]]
-        self._masters: Json = {k: v for s in body["stages"] for k, v in s["masters"].items()}
-
-    def _entries(self, name: str) -> list[Json]:
-        references = [saved[name] for saved in (self.weights, self._masters) if name in saved]
-        return [self._tensors[reference["$tensor"]] for reference in references]
-
-    def check(self, name: str, tensor: Tensor) -> None:
-        for entry in self._entries(name):
-            if entry["shape"] != list(tensor.shape):
-                raise ValueError(
-                    f"{name!r} has shape {entry['shape']}, expected {list(tensor.shape)}"
-                )
-            if kind_of(dtype_of(entry["dtype"])) != kind_of(tensor.dtype):
-                raise ValueError(
-                    f"{name!r} is {entry['dtype']}, which does not fit into "
-                    f"{str(tensor.dtype).removeprefix('torch.')}"
-                )
-
-    def check_alike(self, names: Iterable[str]) -> None:
-        """Raise ValueError if the saved tensors with these names, or their masters, differ."""
-        for saved in (self.weights, self._masters):
-            entries = {n: self._tensors[saved[n]["$tensor"]] for n in names if n in saved}
-            first = next(iter(entries), "")
-            for name, entry in entries.items():
-                if any(entry[key] != entries[first][key] for key in ("dtype", "sha256")):
-                    raise ValueError(differing(first, name))
-
-    def source(self, name: str, dtype: torch.dtype) -> tuple[Json, bool]:
-        """Return a saved tensor and whether it is a master, used if the weight is too narrow."""
-        narrow = dtype_of(self._entries(name)[0]["dtype"]).itemsize < dtype.itemsize
-        is_master = narrow and name in self._masters
-        return (self._masters if is_master else self.weights)[name], is_master
+def _check_fits(name: str, entry: Json, tensor: Tensor) -> None:
+    """Raise ValueError if a saved tensor has another shape or kind of numbers."""
+    if entry["shape"] != list(tensor.shape):
+        raise ValueError(f"{name!r} has shape {entry['shape']}, expected {list(tensor.shape)}")
+    if kind_of(dtype_of(entry["dtype"])) != kind_of(tensor.dtype):
+        raise ValueError(
+            f"{name!r} is {entry['dtype']}, which does not fit into "
+            f"{str(tensor.dtype).removeprefix('torch.')}"
+        )
 
 
 def weights_of(body: Json) -> Json:
@@ -333,44 +343,8 @@ def weights_of(body: Json) -> Json:
     return {name: found for stage in body["stages"] for name, found in stage["weights"].items()}
 
 
-def _not_taken_back(module: nn.Module, where: str) -> list[str]:
-    """Return keys of frozen tensors that a part of the module gives but refuses to load.
-
-    Quantized layers do so: what they give is packed, with its scales under more names.
-    """
-    modules = dict(module.named_modules(remove_duplicate=False))
-    parts: dict[str, list[str]] = {}
-    given = module.state_dict(keep_vars=True)  # without a warning, see ``Part.tensors``
-    for key in given:
-        path = key.rpartition(".")[0]
-        while path not in modules:  # such as "0.weight" of "0.weight.absmax"
-            path = path.rpartition(".")[0]
-        parts.setdefault(path, []).append(key)
-    found = []
-    for path, keys in parts.items():
-        part = modules[path]
-        held = {**part._parameters, **part._buffers}
-        names = [key[len(path) + 1 if path else 0 :] for key in keys]
-        unusual = [
-            key
-            for key, name in zip(keys, names, strict=True)
-            if name != _EXTRA and not _fits(held.get(name), given[key])
-        ]
-        if not unusual or _takes_back(part):
-            continue
-        own = list(part.parameters(recurse=False))
-        trained = {name for name, p in part.named_parameters() if p.requires_grad}
-        if own and all(p.requires_grad for p in own):
-            raise TypeError(
-                f"{where}: {type(part).__name__} refuses to load {unusual[0]!r}, which its "
-                "state_dict() has, and its weights are trained; it cannot be saved"
-            )
-        found += [key for key, name in zip(keys, names, strict=True) if name not in trained]
-    return found
-
-
-def _fits(held: Tensor | None, given: Tensor) -> bool:
-    return held is not None and held.shape == given.shape and held.dtype == given.dtype
+def _form(tensor: Tensor | None) -> object:
+    return tensor is not None and (tensor.shape, tensor.dtype)
 
 
 def _takes_back(part: nn.Module) -> bool:

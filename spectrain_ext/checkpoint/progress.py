@@ -1,10 +1,8 @@
-"""Saves a training's progress: schedulers, averaging, random numbers and the pipeline's counts."""
+"""Saves a training's progress: schedulers, samplers, averaging, random numbers, counts."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence, Set
-from numbers import Real
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
@@ -14,11 +12,8 @@ from spectrain_ext.passes import AverageWeights
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.rng import RNG_LOCK, States
 
-from .documents import Json, Keep, decode_at, tensors_in
+from .documents import Json, Keep, decode
 from .parts import Item, Part, Stateful
-
-_DEVICE = re.compile(r"cpu|cuda[0-9]{1,4}")
-_LARGEST = 1 << 16  # bytes of a generator's state
 
 
 class SchedulerState(Item):
@@ -50,24 +45,57 @@ class SchedulerState(Item):
                     f"the schedulers of its stages {first} and {other} differ, and stage "
                     f"{self._part.stage} has parts of both"
                 )
-        self._check(decode_at(self.what, state))
+        self._check_keys(decode(state), self._scheduler.state_dict())
         return state
 
-    def _check(self, state: Any) -> None:
-        """Validate the state: torch's schedulers set any key as an attribute, even methods."""
-        where, own = f"the state of {self.what}", self._scheduler
-        if not isinstance(state, dict):
-            raise ValueError(f"{where}: expected a dict, got a {type(state).__name__}")
-        now = own.state_dict()
-        for key, value in state.items():
-            free = isinstance(key, str) and not hasattr(own, key)
-            if not (alike(value, now[key]) if key in now else free):
-                raise ValueError(f"{where}: {key!r} does not fit {type(own).__name__}")
-        torchs = type(own).__module__.startswith("torch.optim")
-        _check_keys(where, state, now, type(own).__name__, exactly=torchs)
+    def _check_keys(self, state: Any, present: Any) -> None:
+        """Raise ValueError if a scheduler of another kind has saved the state."""
+        own = type(self._scheduler)
+        inner = (each.get("_schedulers", ()) for each in (state, present))  # of a sequence of them
+        for pair in zip(*inner, strict=False):
+            self._check_keys(*pair)
+        saved, here = (
+            # keys with an underscore vary between versions of torch
+            {key for key in each if not str(key).startswith("_")}
+            for each in (state, present)
+        )
+        missing, more = here - saved, saved - here
+        if not own.__module__.startswith("torch.optim"):
+            more = set()  # others may add some with their first step
+        said = [f"has no {_listed(missing)}, which {own.__name__} has"] if missing else []
+        said += [f"has {_listed(more)}, which {own.__name__} has not"] if more else []
+        if said:
+            raise ValueError(
+                f"the state of {self.what}: {'; '.join(said)}; expected that of such a scheduler "
+                "(only_model=True loads without)"
+            )
 
     def put(self, state: Any) -> None:
         self._scheduler.load_state_dict(state)
+
+
+class SamplerState(Item):
+    """The position of a process in the data."""
+
+    what = "the sampler"
+
+    def __init__(self, sampler: Stateful, rank: int) -> None:
+        self._sampler = sampler
+        self._rank = rank
+
+    def state(self) -> Any:
+        return self._sampler.state_dict()
+
+    def match(self, body: Json) -> Any:
+        processes = body["processes"]
+        # rank 0's, if there were fewer processes
+        state = processes[self._rank if self._rank < len(processes) else 0].get("sampler")
+        if state is None:
+            raise ValueError("has no state of a sampler")
+        return state
+
+    def put(self, state: Any) -> None:
+        self._sampler.load_state_dict(state)
 
 
 class Training(Item):
@@ -113,20 +141,14 @@ class Generators(Item):
         return {key: keep(f"random.process{self._rank}.{key}", t) for key, t in states.items()}
 
     def match(self, body: Json) -> Json:
-        """Return the saved states, or none of them if one does not fit."""
-        found = [self._of_stage(part, body) for part in self._parts]
-        stages = [states for states in found if states is not None]
-        if len(stages) < len(found) or not _are_states(stages, body):
+        """Return the saved states; none if the stages are others."""
+        stages = [self._of_stage(part, body) for part in self._parts]
+        if None in stages:
             return {}
-        process: Json = {}
         # A process's generators are valid only for the same number of processes.
         same_processes = len(body["processes"]) == self._size
-        if same_processes:
-            process = body["processes"][self._rank]["random"]
-            if not all(map(_DEVICE.fullmatch, process)) or not _are_states(process, body):
-                return {}
-        own = all(part.random is not None for part in self._parts)
-        self.all_found = same_processes or own
+        self.all_found = same_processes or all(part.random is not None for part in self._parts)
+        process = body["processes"][self._rank]["random"] if same_processes else {}
         return {"stages": stages, "process": process}
 
     @staticmethod
@@ -145,19 +167,15 @@ class Generators(Item):
         if not state:
             return
         for part, states in zip(self._parts, state["stages"], strict=True):
-            for k, (found, now) in enumerate(zip(states, stage_states(part), strict=True)):
-                if found.shape != now.shape:
-                    raise ValueError(f"generator {k} of stage {part.stage}: it is no such state")
-                if k == 0:  # the CPU's: set_state checks the content
-                    torch.Generator().set_state(found)
             if part.random is not None:
+                torch.Generator().set_state(states[0])  # the CPU's: checks the content
                 part.random.set_states(states)
         with RNG_LOCK:
-            for device, found in state["process"].items():
+            for device, generator_state in state["process"].items():
                 if device == "cpu":
-                    torch.set_rng_state(found)
+                    torch.set_rng_state(generator_state)
                 elif int(device.removeprefix("cuda")) < torch.cuda.device_count():  # else missing
-                    torch.cuda.set_rng_state(found, int(device.removeprefix("cuda")))
+                    torch.cuda.set_rng_state(generator_state, int(device.removeprefix("cuda")))
 
     def _process_states(self) -> dict[str, Tensor]:
         devices = {p.device for part in self._parts for p in part.module.parameters()}
@@ -169,14 +187,6 @@ class Generators(Item):
 
 def stage_states(part: Part) -> States:
     return [] if part.random is None else part.random.states()
-
-
-def _are_states(references: Any, body: Json) -> bool:
-    entries = [body["tensors"][name] for name in tensors_in(references)]
-    return all(
-        entry["dtype"] == "uint8" and len(entry["shape"]) == 1 and entry["shape"][0] <= _LARGEST
-        for entry in entries
-    )
 
 
 class AveragingState(Item):
@@ -193,13 +203,12 @@ class AveragingState(Item):
 
     def match(self, body: Json) -> Any:
         """Return this replica's averaging state; the entry of the average has none."""
-        found = next(
-            (s.get("averaging") for s in body["stages"] if s["stage"] == self._stage), None
-        )
-        state, updates = found if isinstance(found, list) and len(found) == 2 else ({}, 0)
-        if not (isinstance(state, dict) and type(updates) is int and updates >= 0):
-            raise ValueError(f"{self.what}: expected a number of updates, got {updates!r}")
-        return [state, updates]
+        saved = [
+            stage["averaging"]
+            for stage in body["stages"]
+            if stage["stage"] == self._stage and "averaging" in stage
+        ]
+        return saved[0] if saved else [{}, 0]
 
     def put(self, state: Any) -> None:
         """Load a state; ValueError if it belongs to another kind of averaging."""
@@ -209,39 +218,5 @@ class AveragingState(Item):
         return self._averaged.undo()
 
 
-def _check_keys(where: str, state: Any, now: Any, kind: str, exactly: bool) -> None:
-    """Raise ValueError for nested dicts whose keys differ from this scheduler's."""
-    if isinstance(state, (list, tuple)) and isinstance(now, (list, tuple)) and now:
-        for k, member in enumerate(state):
-            _check_keys(f"{where}[{k}]", member, now[min(k, len(now) - 1)], kind, exactly)
-    if not (isinstance(state, dict) and isinstance(now, dict)):
-        return
-    fixed = [  # keys with an underscore vary between versions of torch
-        {key for key in keys if isinstance(key, str) and key[:1] != "_"} for keys in (state, now)
-    ]
-    # torch's own have exactly these keys; others may add some with their first step.
-    missing, more = fixed[1] - fixed[0], fixed[0] - fixed[1] if exactly else set()
-    said = [f"has no {_listed(missing)}, which {kind} has"] if missing else []
-    said += [f"has {_listed(more)}, which {kind} has not"] if more else []
-    if said:
-        raise ValueError(
-            f"{where}: {'; '.join(said)}; expected that of such a scheduler (only_model=True loads "
-            "without)"
-        )
-    for key in state.keys() & now.keys():
-        inside = exactly and key == "_schedulers"
-        _check_keys(f"{where}.{key}", state[key], now[key], kind, inside)
-
-
 def _listed(keys: Set[str]) -> str:
     return ", ".join(map(repr, sorted(keys)))
-
-
-def alike(value: Any, current: Any) -> bool:
-    """Whether both are numbers, strings, sequences or mappings; None is like anything."""
-    if value is None or current is None:
-        return True
-    for kinds in ((Real, Tensor), (str,), (list, tuple), (Mapping,)):
-        if isinstance(value, kinds) or isinstance(current, kinds):
-            return isinstance(value, kinds) and isinstance(current, kinds)
-    return type(value) is type(current)

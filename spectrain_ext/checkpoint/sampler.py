@@ -1,68 +1,17 @@
-"""Saves the position in the data, and shuffles minibatches in an order that can be resumed."""
+"""Shuffles minibatches in an order that can be resumed."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch.utils.data import Sampler as TorchSampler
+from torch.utils.data import Sampler
 
 from spectrain_ext.rng import mixed_seed
 
-from .documents import Json, decode_at
-from .parts import Item, Stateful
 
-
-class Sampler(Stateful, Protocol):
-    """An object that holds the position in the data, to be saved with a checkpoint.
-
-    It has a ``state_dict()`` of JSON types and tuples, and a ``load_state_dict()``.
-
-    Example:
-        >>> class Reader:
-        ...     line = 0
-        ...     def state_dict(self):
-        ...         return {"line": self.line}
-        ...     def load_state_dict(self, state):
-        ...         self.line = state["line"]
-        >>> reader, model = Reader(), nn.Linear(2, 2)
-        >>> reader.line = 7
-        >>> st.checkpoint.save("checkpoint", model, sampler=reader)
-        >>> resumed = Reader()
-        >>> loaded = st.checkpoint.load("checkpoint", model, sampler=resumed)
-        >>> resumed.line
-        7
-    """
-
-
-class SamplerState(Item):
-    """The position of a process in the data."""
-
-    what = "the sampler"
-
-    def __init__(self, sampler: Stateful, rank: int) -> None:
-        self._sampler = sampler
-        self._rank = rank
-
-    def state(self) -> Any:
-        return self._sampler.state_dict()
-
-    def match(self, body: Json) -> Any:
-        processes = body["processes"]
-        # rank 0's, if there were fewer processes
-        found = processes[self._rank if self._rank < len(processes) else 0].get("sampler")
-        if found is None:
-            raise ValueError("has no state of a sampler")
-        decode_at(self.what, found)
-        return found
-
-    def put(self, state: Any) -> None:
-        self._sampler.load_state_dict(state)
-
-
-class ShuffledSampler(TorchSampler[list[int]]):
+class ShuffledSampler(Sampler[list[int]]):
     """A resumable ``batch_sampler`` that yields each minibatch's indices in a new order per epoch.
 
     Each iteration yields the rest of the current epoch, or the next epoch. The order depends only
@@ -124,12 +73,6 @@ class ShuffledSampler(TorchSampler[list[int]]):
             self.position = epoch * len(self) + index + 1
             yield order[index].tolist()
 
-    def at(self, position: int) -> ShuffledSampler:
-        """Return a sampler with the same order at another position."""
-        other = copy.copy(self)
-        other.position = position
-        return other
-
     def state_dict(self) -> dict[str, Any]:
         """Return the sizes, seed and position."""
         return {
@@ -150,10 +93,4 @@ class ShuffledSampler(TorchSampler[list[int]]):
         for key in ("samples", "batch_size", "drop_last"):
             if state_dict.get(key) != mine[key]:
                 raise ValueError(f"{key}: expected {mine[key]}, got {state_dict.get(key)}")
-        for key in ("seed", "position"):
-            if not isinstance(state_dict.get(key), int) or (
-                key == "position" and state_dict[key] < 0
-            ):
-                raise ValueError(f"{key}: expected a number, got {state_dict.get(key)!r}")
-        self._seed = state_dict["seed"]
-        self.position = state_dict["position"]
+        self._seed, self.position = int(state_dict["seed"]), int(state_dict["position"])

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from spectrain_ext.distributed.pipeline import DistributedPipeline
@@ -22,8 +19,14 @@ from . import storage
 from .documents import Json, Keep, encode
 from .optimizers import OptimizerState
 from .parts import Item, Part, Stateful, Weights, parts_of
-from .progress import AveragingState, Generators, SchedulerState, Training, stage_states
-from .sampler import Sampler, SamplerState
+from .progress import (
+    AveragingState,
+    Generators,
+    SamplerState,
+    SchedulerState,
+    Training,
+    stage_states,
+)
 from .storage import WEIGHTS
 
 
@@ -34,17 +37,15 @@ def save(
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: Stateful | None = None,
     minibatches: int = 0,
-    sampler: Sampler | None = None,
+    sampler: Stateful | None = None,
     extra: object = None,
     overwrite: bool = False,
     only_model: bool = False,
-    first_stage: int | None = None,
-    process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a checkpoint atomically: ``path`` exists only once it is complete.
 
-    In several processes, each calls this with its own stages and the same ``path`` on a shared file
-    system.
+    All ranks of a ``DistributedPipeline`` call this with the same ``path`` on a shared file system.
+    Any other module is saved by the process that calls this.
 
     Args:
         path: the directory to make, with its parents.
@@ -58,20 +59,16 @@ def save(
         only_model: save only parameters and module buffers, without optimizers, schedulers and
             float32 masters. ``load(only_model=True)`` and any reader of ``model.safetensors`` or
             its index can read them.
-        first_stage: index of the target's first stage, if processes hold stages of one model. None:
-            a pipeline's own, or 0 for a module.
-        process_group: the processes, with a CPU backend; None: all.
 
     Raises:
         FileExistsError: the path exists; with ``overwrite``, it is a file, a link or a directory
             that is not a checkpoint or holds other files, too.
         RuntimeError: a run of the pipeline has not ended.
         TypeError: state that is neither a tensor nor a JSON value; the message says where.
-        ValueError: two processes hold the same stage or parameter.
+        ValueError: an optimizer or scheduler is given together with a pipeline.
         CheckpointError: writing failed; the message names the process and the reason. A previous
             checkpoint at ``path`` is unchanged.
         RankError: in a ``DistributedPipeline``, another rank failed or exceeded ``timeout``.
-        ConnectionError: for modules in several processes, another process has ended.
 
     Example:
         >>> model = nn.Linear(4, 2)
@@ -79,101 +76,52 @@ def save(
         >>> sorted(path.name for path in Path("checkpoint").iterdir())
         ['checkpoint.json', 'model.safetensors', 'state.safetensors']
     """
-    with together(target, f"saving {Path(path).name}"):
-        PendingCheckpoint(
-            path,
-            target,
-            peers_of(target, process_group),
-            overwrite=overwrite,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            minibatches=minibatches,
-            sampler=sampler,
-            extra=extra,
-            only_model=only_model,
-            first_stage=first_stage,
-        ).write()
-
-
-def together(target: nn.Module, what: str) -> AbstractContextManager[None]:
-    """Let a pipeline's ranks watch one another while they save or load."""
-    return target.together(what) if isinstance(target, DistributedPipeline) else nullcontext()
-
-
-def peers_of(target: nn.Module, group: dist.ProcessGroup | None) -> Peers:
-    """Return the processes that save or load ``together``."""
-    if isinstance(target, DistributedPipeline):
-        return Peers(group, target._board.busy)
-    return Peers(group)
-
-
-class PendingCheckpoint:
-    """A checkpoint's content, collected but not copied: tensors are those in training."""
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        target: nn.Module,
-        peers: Peers,
-        *,
-        overwrite: bool = False,
-        committed: Callable[[], None] | None = None,  # called on rank 0 after the commit
-        **state: Any,  # further arguments of ``save``
-    ) -> None:
-        self._path = Path(path).absolute()
-        self._overwrite = overwrite
-        self._peers = peers
-        self._committed = committed
-        self._first = peers.rank == 0
-        self._tensors: dict[str, Tensor] = {}
+    path = Path(path).absolute()
+    tensors: dict[str, Tensor] = {}
+    writing = f"writing {path.name}", str(path)
+    with together(target, f"saving {path.name}") as peers:
+        is_first = peers.rank == 0
         try:
-            with peers.attempt(f"preparing {self._path.name}") as found:
-                if self._first:
-                    storage.check_free(self._path, overwrite)
-                found.append(_collected(target, peers, self._tensors, **state))
-                if self._first:
-                    storage.begin(self._path)
-            self._names = _file_names(found, peers.rank)
-            self._body = _merged(found)
-        except BaseException:
-            self._discard()
-            raise
-
-    def write_behind(self, peers: Peers) -> Future[None]:
-        """Copy the tensors now and write them in a thread, which communicates through ``peers``."""
-        self._tensors = {k: t.detach().to("cpu", copy=True) for k, t in self._tensors.items()}
-        self._peers = peers
-        thread = ThreadPoolExecutor(1, "spectrain checkpoint")
-        future = thread.submit(self.write)
-        thread.shutdown(wait=False)
-        return future
-
-    def write(self) -> None:
-        """Write this process's tensors; the first process adds the document."""
-        told = (f"writing {self._path.name}", str(self._path))
-        try:
-            with self._peers.attempt(*told) as found:
+            with peers.attempt(f"preparing {path.name}") as documents:
+                if is_first:
+                    storage.check_free(path, overwrite)
+                parts = parts_of(target, optimizer, scheduler)
+                if only_model:
+                    parts = [replace(p, optimizer=None, scheduler=None, masters={}) for p in parts]
+                document = _document(parts, peers, sampler, tensors)
+                training = Training(target).state() if isinstance(target, Pipeline) else None
+                document |= {"minibatches": minibatches, "training": training}
+                document |= {"extra": encode(extra, "extra"), "torch": str(torch.__version__)}
+                documents.append(document)
+                if is_first:
+                    storage.begin(path)
+            with peers.attempt(*writing) as written:
                 entries: Json = {}
                 files: dict[str, int] = {}
-                for name, keys in self._names.items():
-                    content = {key: self._tensors[key] for key in keys}
-                    added, files[name] = storage.write_tensors(self._path, name, content)
+                for name, keys in _file_names(documents, peers.rank).items():
+                    content = {key: tensors[key] for key in keys}
+                    added, files[name] = storage.write_tensors(path, name, content)
                     entries |= added
-                found.append((entries, files))
-            with self._peers.attempt(*told):
-                if self._first:
-                    entries = {key: entry for each, _ in found for key, entry in each.items()}
-                    files = {name: size for _, each in found for name, size in each.items()}
-                    storage.commit(self._path, self._overwrite, self._body, entries, files)
-                    if self._committed is not None:
-                        self._committed()
+                written.append((entries, files))
+            with peers.attempt(*writing):
+                if is_first:
+                    entries = {key: entry for each, _ in written for key, entry in each.items()}
+                    files = {name: size for _, each in written for name, size in each.items()}
+                    storage.commit(path, overwrite, _merged(documents), entries, files)
         except BaseException:
-            self._discard()
+            if is_first:
+                storage.discard(path)
             raise
 
-    def _discard(self) -> None:
-        if self._first:
-            storage.discard(self._path)
+
+@contextmanager
+def together(target: nn.Module, doing: str) -> Iterator[Peers]:
+    """Yield the processes that save or load; a pipeline's ranks watch one another meanwhile."""
+    if isinstance(target, DistributedPipeline):
+        with target.together(doing):
+            yield Peers(None, target._board.busy)
+    else:
+        yield Peers(alone=True)
 
 
 def items_of(part: Part) -> dict[str, Item]:
@@ -188,22 +136,10 @@ def items_of(part: Part) -> dict[str, Item]:
     return found
 
 
-def _collected(
-    target: nn.Module,
-    peers: Peers,
-    tensors: dict[str, Tensor],
-    optimizer: torch.optim.Optimizer | None = None,
-    scheduler: Stateful | None = None,
-    minibatches: int = 0,
-    sampler: Sampler | None = None,
-    extra: object = None,
-    only_model: bool = False,
-    first_stage: int | None = None,
+def _document(
+    parts: Sequence[Part], peers: Peers, sampler: Stateful | None, tensors: dict[str, Tensor]
 ) -> Json:
     """Return the document of a process's stages, and add their tensors to ``tensors``."""
-    parts = parts_of(target, optimizer, scheduler, first_stage)
-    if only_model:
-        parts = [replace(part, optimizer=None, scheduler=None, masters={}) for part in parts]
     keep = _keeper(tensors)
     # First: a failure on one replica only would leave the others waiting here.
     averages = [_averages(part, keep) for part in parts]
@@ -230,16 +166,8 @@ def _collected(
         "random": Generators(parts, peers.rank, peers.size).saved(keep),
         "sampler": None if sampler is None else SamplerState(sampler, peers.rank).saved(keep),
     }
-    return {
-        "stages": stages,
-        "replicas": replicas,
-        "process": process,
-        "keys": list(tensors),
-        "minibatches": minibatches,
-        "training": Training(target).state() if isinstance(target, Pipeline) else None,
-        "extra": encode(extra, "extra"),
-        "torch": str(torch.__version__),
-    }
+    keys = list(tensors)
+    return {"stages": stages, "replicas": replicas, "process": process, "keys": keys}
 
 
 def _keeper(tensors: dict[str, Tensor], prefix: str = "") -> Keep:
@@ -286,14 +214,6 @@ def _file_names(found: Sequence[Json], rank: int) -> dict[str, list[str]]:
 
 def _merged(found: Sequence[Json]) -> Json:
     """Merge the documents of all processes; take common entries from the first."""
-    owners: dict[object, int] = {}
-    for rank, document in enumerate(found):
-        stages = [f"stage {stage['stage']}" for stage in document["stages"]]
-        for what in (*stages, *map(repr, document["keys"])):
-            if owners.setdefault(what, rank) != rank:
-                raise ValueError(
-                    f"first_stage: {what} is saved by process {owners[what]} and process {rank}"
-                )
     return {
         **{key: found[0][key] for key in ("minibatches", "training", "extra", "torch")},
         **{key: [e for document in found for e in document[key]] for key in ("stages", "replicas")},

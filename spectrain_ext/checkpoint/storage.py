@@ -1,4 +1,4 @@
-"""Writes a checkpoint's directory atomically, and verifies it on reading.
+"""Writes a checkpoint's directory atomically, and verifies tensors on reading.
 
 Every process writes two safetensors files: one of weights under the model's names, which other
 tools can read, and one of all other tensors. The document, ``checkpoint.json``, lists each tensor's
@@ -11,10 +11,8 @@ import hashlib
 import json
 import math
 import os
-import shutil
-import stat
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +24,12 @@ from torch import Tensor
 from spectrain_ext.errors import CheckpointError
 from spectrain_ext.files import (
     MODEL_INDEX,
-    new_file,
     partial,
     present,
     remove,
-    replace_directory,
     replaced,
     sync_directory,
+    write_new,
 )
 
 from . import documents
@@ -41,7 +38,6 @@ from .documents import Json
 #: Prefix of weights' names in a document; their own files omit it.
 WEIGHTS = "model."
 _METADATA = {"format": "pt"}  # Hugging Face's tools require it
-_PIECE = 1 << 20  # bytes
 
 # The directory
 
@@ -65,13 +61,10 @@ def more_than_checkpoint(path: Path) -> str | None:
         entries = list(os.scandir(path))
     except OSError as error:
         return f"cannot be read, {error.strerror}"
-    if not entries:
-        return None
-    try:
+    document = b""
+    with suppress(CheckpointError):
         document = documents.content(path)
-    except CheckpointError:
-        document = b""
-    if f'"{documents.FORMAT}"'.encode() not in document:
+    if entries and f'"{documents.FORMAT}"'.encode() not in document:
         return "is no checkpoint"
     for entry in entries:
         named = documents.DATA.fullmatch(entry.name) and f'"{entry.name}"'.encode() in document
@@ -84,10 +77,8 @@ def more_than_checkpoint(path: Path) -> str | None:
 def begin(path: Path) -> None:
     """Make a new partial directory, to be committed as ``path``."""
     try:
-        recover(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        remove(partial(path))  # left by an interrupted save, as is the other one
-        remove(replaced(path))
+        recover(path)
         partial(path).mkdir()
     except OSError as error:
         raise CheckpointError(
@@ -96,20 +87,22 @@ def begin(path: Path) -> None:
 
 
 def recover(path: Path) -> None:
-    """Give a checkpoint its name back if a save was stopped while replacing it."""
+    """Remove what a stopped save left beside a checkpoint, or give that its name back."""
     if present(path) != path:
         present(path).rename(path)
+    remove(partial(path))
+    remove(replaced(path))
 
 
 def discard(path: Path) -> None:
     """Try to remove what a save leaves beside ``path``; the next save removes the rest."""
-    recover(path)
-    shutil.rmtree(partial(path), ignore_errors=True)
+    with suppress(OSError):
+        recover(path)
 
 
 def drop(path: Path) -> None:
     """Remove a checkpoint; while it is being removed, it has the name of a partial one."""
-    remove(partial(path))
+    recover(path)
     path.rename(partial(path))
     discard(path)
 
@@ -127,19 +120,16 @@ def commit(
         )
         places = {_name_in_file(key): entry["file"] for key, entry in weights.items()}
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": places}
-        _write(directory / MODEL_INDEX, json.dumps(index, indent=1).encode())
+        write_new(directory / MODEL_INDEX, json.dumps(index, indent=1).encode())
     content = documents.file_content({**body, "tensors": tensors, "files": files})
-    _write(directory / documents.NAME, content)
+    write_new(directory / documents.NAME, content)
     sync_directory(directory)
     check_free(path, overwrite)  # again: writing takes a while
-    replace_directory(path)
+    if os.path.lexists(path):  # at every moment, ``present(path)`` is whole
+        path.rename(replaced(path))
+    partial(path).rename(path)
     sync_directory(path.parent)
     discard(path)
-
-
-def _write(path: Path, content: bytes) -> None:
-    with new_file(path) as file:
-        file.write(content)
 
 
 # Tensors
@@ -189,85 +179,39 @@ def _sha256(tensor: Tensor) -> str:
 # Reading
 
 
-def read(path: Path) -> Json:
-    """Read a checkpoint's document, and verify that its files exist with the listed sizes."""
-    body = documents.read(path)
-    # A cheap check that names a truncated file before any tensor is read.
-    for name, size in body["files"].items():
-        file = path / name
-        try:
-            found = file.stat()
-        except OSError as error:
-            raise CheckpointError(f"{file}: cannot be read, {error.strerror}") from error
-        if not stat.S_ISREG(found.st_mode):
-            raise CheckpointError(f"{file}: expected a plain file")
-        if found.st_size != size:
-            raise CheckpointError(f"{file}: damaged, expected {size} bytes, got {found.st_size}")
-    return body
-
-
 def read_tensors(path: Path, body: Json, keys: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors one at a time, on the CPU, after verifying their SHA-256."""
-    for file, own in _by_file(path, body, keys):
-        with _opened(file) as opened:
-            for key in own:
-                entry = body["tensors"][key]
-                # a mapped tensor would change with the file
-                tensor = _mapped(file, opened, key, entry).clone()
-                _check_digest(file, key, _sha256(tensor), entry)
-                if documents.dtype_of(entry["dtype"]).is_complex:
-                    tensor = torch.view_as_complex(tensor)
-                if (order := entry.get("order")) is not None:
-                    back = sorted(range(tensor.dim()), key=order.__getitem__)
-                    tensor = tensor.permute(order).contiguous().permute(back)
-                yield key, tensor
-
-
-def verify_tensors(path: Path, body: Json, keys: Iterable[str]) -> None:
-    """Verify tensors as ``read_tensors`` does, in pieces that take little memory."""
-    for file, own in _by_file(path, body, keys):
-        with _opened(file) as opened, file.open("rb") as content:
-            start = 8 + int.from_bytes(content.read(8), "little")
-            header = json.loads(content.read(start - 8))
-            for key in own:
-                _mapped(file, opened, key, body["tensors"][key])
-                begin, end = header[_name_in_file(key)]["data_offsets"]
-                content.seek(start + begin)
-                digest = hashlib.sha256()
-                while begin < end and (piece := content.read(min(end - begin, _PIECE))):
-                    digest.update(piece)
-                    begin += len(piece)
-                _check_digest(file, key, digest.hexdigest(), body["tensors"][key])
-
-
-def _by_file(path: Path, body: Json, keys: Iterable[str]) -> Iterable[tuple[Path, list[str]]]:
-    found: dict[Path, list[str]] = {}
+    by_file: dict[str, list[str]] = {}
     for key in keys:
-        found.setdefault(path / body["tensors"][key]["file"], []).append(key)
-    return found.items()
+        by_file.setdefault(body["tensors"][key]["file"], []).append(key)
+    for name, members in by_file.items():
+        file = path / name
+        if not documents.DATA.fullmatch(name):
+            raise CheckpointError(f"{path / documents.NAME}: {name!r} is no file of a checkpoint")
+        if file.exists() and not file.is_file():
+            raise CheckpointError(f"{file}: expected a plain file")
+        try:
+            with safe_open(file, framework="pt") as opened:
+                if opened.metadata() != _METADATA:
+                    raise CheckpointError(f"{file}: damaged, its header has changed")
+                for key in members:
+                    yield key, _read_tensor(file, opened, key, body["tensors"][key])
+        except (SafetensorError, OSError, KeyError) as error:
+            raise CheckpointError(f"{file}: damaged, {error}") from error
 
 
-@contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            if opened.metadata() != _METADATA:
-                raise CheckpointError(f"{file}: damaged, its header has changed")
-            yield opened
-    except (SafetensorError, OSError, KeyError) as error:
-        raise CheckpointError(f"{file}: damaged, {error}") from error
-
-
-def _mapped(file: Path, opened: Any, key: str, entry: Json) -> Tensor:
-    """Return a tensor of which nothing has been read, if it has the listed dtype and shape."""
-    tensor: Tensor = opened.get_tensor(_name_in_file(key))
+def _read_tensor(file: Path, opened: Any, key: str, entry: Json) -> Tensor:
+    tensor: Tensor = opened.get_tensor(_name_in_file(key))  # of which nothing has been read
     dtype, shape = documents.dtype_of(entry["dtype"]), entry["shape"]
     stored = (dtype.to_real(), [*shape, 2]) if dtype.is_complex else (dtype, shape)
     if (tensor.dtype, list(tensor.shape)) != stored:
         raise CheckpointError(f"{file}: holds something else than the tensor {key!r}")
-    return tensor
-
-
-def _check_digest(file: Path, key: str, digest: str, entry: Json) -> None:
-    if digest != entry["sha256"]:
+    tensor = tensor.clone()  # a mapped tensor would change with the file
+    if _sha256(tensor) != entry["sha256"]:
         raise CheckpointError(f"{file}: damaged, the SHA-256 of {key!r} is not what was saved")
+    if dtype.is_complex:
+        tensor = torch.view_as_complex(tensor)
+    if (order := entry.get("order")) is not None:
+        back = sorted(range(tensor.dim()), key=order.__getitem__)
+        tensor = tensor.permute(order).contiguous().permute(back)
+    return tensor

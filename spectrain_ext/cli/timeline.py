@@ -88,8 +88,7 @@ def timeline(
 ) -> None:
     """Draw what each stage does when, simulated with the given durations.
 
-    Blocks that are too narrow to draw are merged into shares of time; the picture and the output
-    say so.
+    Blocks that are too narrow have no number; the picture and the output say so.
 
     \b
     spectrain timeline --method pipedream --stages 4 --minibatches 8 -o t.svg

@@ -174,9 +174,10 @@ class Peers:
         self,
         group: dist.ProcessGroup | None = None,
         busy: Callable[[str], AbstractContextManager[object]] = nullcontext,  # ``Board.busy``
+        alone: bool = False,  # this process alone, whatever groups there are
     ) -> None:
         self.rank, self.size = 0, 1
-        if dist.is_available() and dist.is_initialized():
+        if not alone and dist.is_available() and dist.is_initialized():
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._group, self._busy = group, busy
 

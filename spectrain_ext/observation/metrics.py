@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from spectrain_ext.extras import require_tensorboard
 from spectrain_ext.files import finite
 from spectrain_ext.method import delay_under
 from spectrain_ext.operators import distance
@@ -24,8 +25,7 @@ from spectrain_ext.pipeline.passes import Handler
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.pipeline.stage import Stage
 from spectrain_ext.pipeline.stage_run import StageRun
-from spectrain_ext.schedule import Kind, Place, Rules, flushes
-from spectrain_ext.transport import Sender
+from spectrain_ext.schedule import Kind, Rules, flushes
 from spectrain_ext.weights import rates_of
 
 from .trace import WORK, Action, Mark, marked, seconds_between
@@ -35,9 +35,11 @@ if TYPE_CHECKING:
 
 
 Record = dict[str, Any]
+#: Of the weights that a forward computed with, if predicted, and of the newest ones at that time.
+Errors = tuple[float | None, float | None]
 
 
-class Metrics(Observer):
+class Metrics(Observer, AbstractContextManager["Metrics"]):
     """Writes a record of each stage of this process every ``every`` minibatches.
 
     Pass it to ``Pipeline.run(batches, trace=metrics)`` and ``close`` it at the end, or use it in
@@ -49,18 +51,14 @@ class Metrics(Observer):
         pipe: the pipeline to watch.
         path: a file to append JSON lines to; None: no file. Each of several processes has its own:
             ``metrics.jsonl`` becomes ``metrics-rank<k>.jsonl``.
-        tensorboard: a folder for TensorBoard; None: no folder. Each of several processes writes
-            into ``rank<k>`` in it.
+        write: called with every record of this process, a dict, for example to draw curves.
         every: minibatches per record.
         errors_every: minibatches between two measurements of prediction errors, which keep two
             copies of a stage's weights; None: do not measure them.
-        start: minibatches trained on before, from a checkpoint.
-        labels: more entries for every record; TensorBoard gets no curves of them.
 
     Raises:
-        ValueError: a number is out of range, or both path and tensorboard are None.
-        ModuleNotFoundError: TensorBoard is not installed; the message names the extra.
-        OSError: a file cannot be opened.
+        ValueError: a number is out of range, or both path and write are None.
+        OSError: the file cannot be opened.
 
     Example:
         >>> pipe = st.Pipeline([nn.Linear(4, 4), nn.Linear(4, 2)],
@@ -77,51 +75,37 @@ class Metrics(Observer):
         pipe: Pipeline,
         path: str | os.PathLike[str] | None = None,
         *,
-        tensorboard: str | os.PathLike[str] | None = None,
+        write: Callable[[Record], object] | None = None,
         every: int = 50,
         errors_every: int | None = 200,
-        start: int = 0,
-        labels: Mapping[str, str | int | float] | None = None,
     ) -> None:
-        limits = ("every", every, 1), ("errors_every", errors_every, 1), ("start", start, 0)
-        for name, value, least in limits:
-            if value is not None and value < least:
-                raise ValueError(f"{name}: expected at least {least}, got {value}")
-        if path is None and tensorboard is None:
-            raise ValueError("path: expected a file, or a folder as tensorboard, got neither")
+        for name, value in (("every", every), ("errors_every", errors_every)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
+        if path is None and write is None:
+            raise ValueError("path: expected a file, or a function as write, got neither")
         self._pipe = pipe
-        self._every, self._errors_every, self._start = every, errors_every, start
-        self._labels = dict(labels or {})
+        self._every, self._errors_every = every, errors_every
+        self._begun_at = pipe.minibatches
         self._rank: int | None = getattr(pipe, "rank", None)
-        self._meters: dict[int, Meter] = {}
-        self._sinks: list[Sink] = []
-        # TensorBoard first: if it is missing, no file is made.
-        if tensorboard is not None:
-            folder = Path(tensorboard)
-            mine = folder if self._rank is None else folder / f"rank{self._rank}"
-            self._sinks.append(TensorBoard(mine, self._labels))
-        if path is not None:
-            file = Path(path)
-            if self._rank is not None:
-                file = file.with_name(f"{file.stem}-rank{self._rank}{file.suffix}")
-            self._sinks.append(JsonLines(file))
+        self._meters: dict[int, Meter] = {}  # of the latest run, by stage
+        self._write = write
+        self._file = None if path is None else _opened(Path(path), self._rank)
 
     def begin(self, rules: Sequence[Rules], devices: Sequence[torch.device]) -> None:
-        for meter in self._meters.values():
-            meter.begin()
+        self._done = {k: meter.done for k, meter in self._meters.items()}
+        self._meters = {}
 
     def watch(self, run: StageRun, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
-        stage = run.stage
-        meter = self._meters.get(stage.index)
-        if meter is None:
-            late = int(stage.device.type == "cuda")
-            meter = Meter(stage, self._every, self._start, lambda meter: self._write(meter, late))
-            self._meters[stage.index] = meter
-        probe, schedule = None, self._pipe.method.schedule
-        if stage.weights is not None and self._errors_every and not flushes(schedule):
-            delay = delay_under(schedule, self._place_of(stage))
-            probe = Probe(stage, self._pipe._rules[stage.index], delay, self._errors_every)
-        return meter.handlers(run, handlers, probe)
+        stage, k = run.stage, run.stage.index
+        if k not in self._meters:  # else the method has changed
+            done = self._done.get(k, self._begun_at)
+            self._meters[k] = Meter(run, self._every, done, self._flush)
+        probe, late = None, not flushes(self._pipe.method.schedule)
+        if stage.weights is not None and self._errors_every and late:
+            rules, delay = self._pipe._rules[k], self._delay(stage)
+            probe = Probe(stage, rules, delay, self._errors_every)
+        return self._meters[k].handlers(run, handlers, probe)
 
     def result(self, result: Result) -> None:
         for meter in self._meters.values():
@@ -131,34 +115,34 @@ class Metrics(Observer):
     def end(self) -> None:
         for meter in self._meters.values():
             meter.end()
-            self._write(meter, late=0)
+            self._flush(meter, late=0)
 
     def close(self) -> None:
-        """Close the files."""
-        for sink in self._sinks:
-            sink.close()
-
-    def __enter__(self) -> Metrics:
-        return self
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _write(self, meter: Meter, late: int) -> None:
+    def _flush(self, meter: Meter, late: int | None = None) -> None:
+        if late is None:
+            late = int(meter.stage.device.type == "cuda")
         while len(meter.full) > late:
             record = self._record(meter.stage, meter.full.pop(0))
-            for sink in self._sinks:
-                sink.write(record)
+            if self._file is not None:  # in one call: a killed process leaves whole lines
+                self._file.write(json.dumps(finite(record), allow_nan=False).encode() + b"\n")
+            if self._write is not None:
+                self._write(record)
 
-    def _place_of(self, stage: Stage) -> Place:
-        return next(place for place in self._pipe.places if place.stage == stage.index)
+    def _delay(self, stage: Stage) -> int:
+        place = next(place for place in self._pipe.places if place.stage == stage.index)
+        return delay_under(self._pipe.method.schedule, place)
 
     def _record(self, stage: Stage, window: Window) -> Record:
         seconds = max(window.ended - window.began, 1e-9)
         busy = window.busy()
-        place = self._place_of(stage)
         return {
-            **self._labels,
             "time": window.ended,
             "stage": stage.index,
             "rank": self._rank or 0,
@@ -171,15 +155,28 @@ class Metrics(Observer):
             "busy": busy,
             "bytes_sent": dict(zip(("next", "previous"), window.sent, strict=True)),
             "staleness": {
-                "scheduled": delay_under(self._pipe.method.schedule, place),
+                "scheduled": self._delay(stage),
                 "mean": _mean(window.delays),
                 "max": max(window.delays, default=None),
             },
-            "prediction_error": window.errors and window.errors.prediction,
-            "staleness_error": window.errors and window.errors.staleness,
+            "prediction_error": window.errors[0],
+            "staleness_error": window.errors[1],
             "lr": None if stage.weights is None else list(rates_of(stage.weights.optimizer)),
             "loss": _mean([loss.item() for loss in window.losses]),
         }
+
+
+def _opened(path: Path, rank: int | None) -> FileIO:
+    """Open a process's file of JSON lines, to append to it."""
+    if rank is not None:
+        path = path.with_name(f"{path.stem}-rank{rank}{path.suffix}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = open(path, "a+b", buffering=0)  # noqa: SIM115  # closed by close
+    if file.seek(0, os.SEEK_END):
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":  # a stopped machine left part of a line
+            file.write(b"\n")
+    return file
 
 
 def _mean(numbers: Sequence[float]) -> float | None:
@@ -187,13 +184,6 @@ def _mean(numbers: Sequence[float]) -> float | None:
 
 
 # What is measured of a stage
-
-
-class Errors(NamedTuple):
-    """Norms of differences from the true weights, divided by the norm of these."""
-
-    prediction: float | None  # of the weights a forward computed with; None: no prediction
-    staleness: float  # of the newest weights at that forward
 
 
 class Probe:
@@ -227,7 +217,10 @@ class Probe:
         self._kept = updates + self._ahead, copies
 
     def update(self, updates: int) -> Errors | None:
-        """Return the errors if this update, the latest of so many, is the one predicted."""
+        """Return the errors if this update, the latest of so many, is the one predicted.
+
+        They are norms of differences from the true weights, divided by the norm of these.
+        """
         if self._kept is None or self._kept[0] != updates:
             return None
         (_, copies), self._kept = self._kept, None
@@ -235,7 +228,7 @@ class Probe:
             now = self._weights.newest()
             _, norms = distance(now, copies)
             staleness, *prediction = (norms / get_total_norm(now).double()).tolist()
-        return Errors(prediction[0] if prediction else None, staleness)
+        return (prediction[0] if prediction else None), staleness
 
 
 @dataclass
@@ -247,7 +240,7 @@ class Window:
     done: int = 0  # minibatches so far, over all runs
     work: list[Action] = field(default_factory=list)
     delays: list[int] = field(default_factory=list)  # of backwards: updates since the forward
-    errors: Errors | None = None  # the latest
+    errors: Errors = None, None  # the latest
     losses: list[Tensor] = field(default_factory=list)  # of minibatches, on the last stage
     sent: list[int] = field(default_factory=list)  # bytes to the next and to the previous stage
 
@@ -260,27 +253,23 @@ class Window:
 
 
 class Meter:
-    """Measures a stage in windows of ``every`` minibatches, after ``start`` others."""
+    """Measures a stage in a run, in windows of ``every`` minibatches, after ``done`` others."""
 
     def __init__(
-        self, stage: Stage, every: int, start: int, ended: Callable[[Meter], None]
+        self, run: StageRun, every: int, done: int, ended: Callable[[Meter], None]
     ) -> None:
-        self.stage = stage
+        self.stage = run.stage
+        self.is_last = bool(run.edges.targets)  # and has the losses
+        self.done = done
+        self.window = Window(time.time())
         self.full: list[Window] = []  # ended, not yet written
         self._every = every
-        self._done = start
         self._ended = ended
         self._records: list[Action] = []
-        self.is_last = False  # whether it has the losses
-        self._sent = [0, 0]  # bytes at the end of the window before
-        self._senders: Sequence[Iterable[Sender]] = ((), ())  # to the next and previous stage
-        self.begin()
-
-    def begin(self) -> None:
+        self._senders = set(run.edges.to_next), set(run.edges.to_previous)
+        self._sent = self._sent_bytes()  # at the end of the window before
         self._updates = 0
         self._read_at: dict[tuple[int, int], int] = {}  # updates at a microbatch's forward
-        self._records.clear()
-        self._open(time.time())
 
     def end(self) -> None:
         if self.window.minibatches:
@@ -290,10 +279,6 @@ class Meter:
         self, run: StageRun, handlers: dict[Kind, Handler], probe: Probe | None
     ) -> dict[Kind, Handler]:
         timed = marked(run, handlers, self._records)
-        self.is_last = bool(run.edges.targets)
-        if not any(self._senders):
-            self._senders = set(run.edges.to_next), set(run.edges.to_previous)
-            self._sent = self._sent_bytes()
 
         def forward(i: int, j: int) -> None:
             self.window.samples += run.compute.samples
@@ -309,7 +294,7 @@ class Meter:
         def update(i: int, j: int) -> None:
             timed[Kind.UPDATE](i, j)
             self._updates += 1
-            self._done += 1
+            self.done += 1
             self.window.minibatches += 1
             if probe is not None:
                 self.window.errors = probe.update(self._updates) or self.window.errors
@@ -321,70 +306,12 @@ class Meter:
         return {**timed, **noted, Kind.FORWARD: forward, Kind.UPDATE: update}
 
     def _close(self) -> None:
-        window = self.window
-        window.ended, window.done, window.work = time.time(), self._done, self._records[:]
+        window, before, self._sent = self.window, self._sent, self._sent_bytes()
+        window.ended, window.done, window.work = time.time(), self.done, self._records[:]
+        window.sent = [now - then for now, then in zip(self._sent, before, strict=True)]
         self._records.clear()
-        window.sent = [b - a for a, b in zip(self._sent, self._sent_bytes(), strict=True)]
         self.full.append(window)
-        self._open(window.ended)
-
-    def _open(self, began: float) -> None:
-        self.window, self._sent = Window(began), self._sent_bytes()
+        self.window = Window(window.ended)
 
     def _sent_bytes(self) -> list[int]:
         return [sum(sender.sent_bytes for sender in senders) for senders in self._senders]
-
-
-# Where records go
-
-
-class JsonLines:
-    """Appends a line of JSON per record, each in one call: a killed process leaves whole lines."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115  # closed by close
-        if self._file.seek(0, os.SEEK_END):
-            self._file.seek(-1, os.SEEK_END)
-            if self._file.read(1) != b"\n":  # a stopped machine left part of a line
-                self._file.write(b"\n")
-
-    def write(self, record: Record) -> None:
-        self._file.write(json.dumps(finite(record), allow_nan=False).encode() + b"\n")
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class TensorBoard:
-    """Writes the numbers of every record as scalars ``stage<k>/<name>``, by minibatch."""
-
-    def __init__(self, folder: Path, labels: Iterable[str] = ()) -> None:
-        self._no_curves = _NO_CURVES.union(labels)
-        self._writer = require_tensorboard().SummaryWriter(str(folder))
-
-    def write(self, record: Record) -> None:
-        curves = {name: value for name, value in record.items() if name not in self._no_curves}
-        for name, value in _numbers(curves):
-            self._writer.add_scalar(
-                f"stage{record['stage']}/{name}", value, record["minibatch"], record["time"]
-            )
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-Sink = JsonLines | TensorBoard
-_NO_CURVES = frozenset(("time", "stage", "rank", "minibatch", "minibatches"))
-
-
-def _numbers(record: Record) -> list[tuple[str, float]]:
-    numbers: list[tuple[str, float]] = []
-    for name, value in record.items():
-        if isinstance(value, dict):
-            numbers += [(f"{name}/{key}", part) for key, part in _numbers(value)]
-        elif isinstance(value, list):
-            numbers += [(f"{name}/{index}", part) for index, part in enumerate(value)]
-        elif isinstance(value, (int, float)):
-            numbers.append((name, value))
-    return numbers

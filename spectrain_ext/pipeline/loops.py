@@ -139,9 +139,9 @@ class Loops(nn.Module):
             callbacks: each is called with every ``Result``, in order, as soon as ``run`` yields it.
             trace: as for ``run``.
             keep: as for ``run``.
-            progress: shows minibatches, a recent loss, the speed and, if ``len(batches)`` is known,
-                the time left on stderr: a bar in a terminal, elsewhere a line every 10 seconds.
-                With several processes rank 0 shows it, with a loss under ``ShareLoss``.
+            progress: shows a bar with the minibatches, a recent loss, the speed and, if
+                ``len(batches)`` is known, the time left, where stderr is a terminal. With several
+                processes rank 0 shows it, with a loss under ``ShareLoss``.
 
         Returns:
             The mean loss of every epoch over its minibatches, weighted by ``count`` where there is

@@ -1,6 +1,6 @@
 """Simulates the runs of methods, and lists the instructions of a stage."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Literal
 
@@ -95,7 +95,23 @@ def simulate_method(
         actions = streams(phase.schedule, [place.window for place in places], microbatches)
         after = None if phase.then is None else phase.then.after
         runs.append((after, partial(simulate, actions, durations, rules=rules, devices=devices)))
-    return _one_by_one(runs, minibatches)
+
+    def one_by_one() -> Iterator[Span]:  # the pipeline drains between two phases
+        done, start = 0, 0.0
+        for after, run in runs:
+            end = minibatches if after is None else min(minibatches, after)
+            last = start
+            for span in run(minibatches=end - done) if end > done else ():
+                last = max(last, start + span.end)
+                yield span._replace(
+                    minibatch=done + span.minibatch,
+                    start=start + span.start,
+                    end=start + span.end,
+                    version=None if span.version is None else done + span.version,
+                )
+            done, start = max(done, end), last
+
+    return one_by_one()
 
 
 def devices_under(method: str | Method, stages: int) -> list[int] | None:
@@ -103,27 +119,6 @@ def devices_under(method: str | Method, stages: int) -> list[int] | None:
     chunks = chunks_of(find_method(method))
     devices = -(-stages // min(chunks, stages))
     return [k % devices for k in range(stages)] if chunks > 1 else None
-
-
-def _one_by_one(
-    runs: Iterable[tuple[int | None, Callable[..., Iterator[Span]]]], minibatches: int
-) -> Iterator[Span]:
-    """Concatenate the runs of phases, which the pipeline drains between."""
-    done, start = 0, 0.0
-    for after, run in runs:
-        end = minibatches if after is None else min(minibatches, after)
-        if end <= done:
-            continue
-        last = start
-        for span in run(minibatches=end - done):
-            last = max(last, start + span.end)
-            yield span._replace(
-                minibatch=done + span.minibatch,
-                start=start + span.start,
-                end=start + span.end,
-                version=None if span.version is None else done + span.version,
-            )
-        done, start = end, last
 
 
 def instructions_of(

@@ -2,7 +2,6 @@
 
 import json
 import math
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,31 +16,22 @@ class _Look(NamedTuple):
     name: str
     color: str
     text: str  # its color
+    kinds: tuple[Kind, ...] = ()
 
 
-# Okabe and Ito's colours, distinguishable with any colour vision; they differ in lightness too.
-_FORWARD = _Look("forward", "#0072B2", "#FFFFFF")
-_BACKWARD = _Look("backward", "#E69F00", "#000000")
-_WEIGHTS = _Look("backward of weights", "#009E73", "#FFFFFF")
-_LOAD = _Look("prediction", "#CC79A7", "#000000")
-_UPDATE = _Look("update", "#000000", "#FFFFFF")
-_SEND = _Look("communication", "#999999", "#000000")
-_IDLE = _Look("idle", "#E9E9E9", "#000000")
-_LOOKS = {
-    Kind.FORWARD: _FORWARD,
-    Kind.LOSS: _FORWARD,
-    Kind.BACKWARD: _BACKWARD,
-    Kind.BACKWARD_INPUT: _BACKWARD,
-    Kind.BACKWARD_WEIGHTS: _WEIGHTS,
-    Kind.LOAD_FORWARD: _LOAD,
-    Kind.LOAD_BACKWARD_INPUT: _LOAD,
-    Kind.LOAD_BACKWARD: _LOAD,
-    Kind.UPDATE: _UPDATE,
-    Kind.SEND_ACTIVATION: _SEND,
-    Kind.SEND_GRADIENT: _SEND,
-}
-#: Of the legend, and of a column from below.
-_ORDER = [look.name for look in (_FORWARD, _BACKWARD, _WEIGHTS, _LOAD, _UPDATE, _SEND)]
+_LOADS = (Kind.LOAD_FORWARD, Kind.LOAD_BACKWARD, Kind.LOAD_BACKWARD_INPUT)
+# In the legend's order. Okabe and Ito's colours, distinguishable with any colour vision; they
+# differ in lightness too.
+_LOOKS = (
+    _Look("forward", "#0072B2", "#FFFFFF", (Kind.FORWARD, Kind.LOSS)),
+    _Look("backward", "#E69F00", "#000000", (Kind.BACKWARD, Kind.BACKWARD_INPUT)),
+    _Look("backward of weights", "#009E73", "#FFFFFF", (Kind.BACKWARD_WEIGHTS,)),
+    _Look("prediction", "#CC79A7", "#000000", _LOADS),
+    _Look("update", "#000000", "#FFFFFF", (Kind.UPDATE,)),
+    _Look("communication", "#999999", "#000000", (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)),
+)
+_LOOK_OF = {kind: look for look in _LOOKS for kind in look.kinds}
+_IDLE = "#E9E9E9"
 COMPUTED = COMPUTE - {Kind.UPDATE}
 
 _LANES = get_args(Lane)
@@ -49,9 +39,7 @@ _LANES = get_args(Lane)
 _ROW, _LOWER_ROW = 0.8, 0.6  # of a stage's blocks; lower where copies are drawn in between
 _STRIP = 0.17  # of a lane of copies
 _INCH = 72.0  # points
-_TALLEST = 10.0  # inches of the rows of a picture that shows densities
 # Widths in points.
-_BLOCK = 4.0  # of a usual block, at least; below that the picture shows densities
 _EDGED = 2.0  # of a block with white edges, at least
 _DIGITS = 5.0  # font size of a number in a block, at least
 
@@ -72,8 +60,7 @@ def draw_timeline(
     ``minibatch.microbatch`` where there are several. With ``devices`` a row is a device, and the
     blocks of its later stages are lighter.
 
-    Where a usual block would be less than 4 points wide, columns show the shares of a bin of time
-    that a row spends in each kind of work.
+    A block that is too narrow has no number, and no edges.
 
     Args:
         versions: write the version that a block computes with below its number: ``v3`` after three
@@ -93,8 +80,7 @@ def draw_timeline(
         >>> from spectrain_ext.timelines import draw_timeline, simulate_method
         >>> draw_timeline("few.svg", simulate_method("pipedream", 4, 8), title="pipedream")
         >>> draw_timeline("many.png", simulate_method("pipedream", 2, 800))
-        '3200 blocks are too narrow to draw. Columns show shares of time, in bins of 9, without
-        numbers.'
+        '3200 of 3200 blocks are too narrow for their number.'
     """
     drawn = list(spans)
     if not drawn:
@@ -109,18 +95,11 @@ def draw_timeline(
     # Inches, so that a usual block has room for its number.
     width = min(max(6.0, (0.42 if versions else 0.2) * length / usual + 0.8), 22.0)
     points = 0.88 * width * _INCH / length  # per unit of time; the rest is margins
-    dense = usual * points < _BLOCK
-    row = 0.42 + 0.1 * (versions and not dense) + 0.12 * communication
-    if dense:
-        row = min(row, max(0.2, _TALLEST / len(rows)))
+    row = 0.42 + 0.1 * versions + 0.12 * communication
     with picture(path, width, 0.9 + row * len(rows)) as figure:
         axes = figure.add_subplot()
-        left_out: str | None
-        if dense:
-            left_out = _draw_densities(axes, drawn, rows, whole, communication, points, versions)
-        else:
-            draw_rows(axes, drawn, rows, whole, communication, points=points)
-            left_out = _write_numbers(axes, drawn, rows, points, versions)
+        draw_rows(axes, drawn, rows, whole, communication, points=points)
+        left_out = _write_numbers(axes, drawn, rows, points, versions)
         axes.set_yticks(range(len(rows)), rows.names())
         finish_axes(axes, whole, len(rows))
         axes.set_xlabel(f"{unit}\n{left_out}" if left_out else unit)
@@ -152,9 +131,9 @@ class Rows:
 
     def look(self, span: Span) -> _Look:
         """Return a block's look, up to half white for the last stage of a device."""
-        look, own = _LOOKS[span.kind], self._stages[self.of[span.stage]]
+        look, own = _LOOK_OF[span.kind], self._stages[self.of[span.stage]]
         share = 0.5 * own.index(span.stage) / max(1, len(own) - 1)
-        if not share or look not in (_FORWARD, _BACKWARD):
+        if not share or look.name not in ("forward", "backward"):
             return look
         channels = [int(look.color[at : at + 2], 16) for at in (1, 3, 5)]
         mixed = "".join(f"{round(channel + share * (255 - channel)):02X}" for channel in channels)
@@ -181,7 +160,7 @@ def draw_rows(
     first, last = whole
     for k in range(len(rows)):
         place = _place(k, "compute", communication)
-        axes.broken_barh([(first, last - first)], place, facecolor=_IDLE.color, linewidth=0)
+        axes.broken_barh([(first, last - first)], place, facecolor=_IDLE, linewidth=0)
     blocks: dict[tuple[int, _Look, Lane, bool], list[tuple[float, float]]] = defaultdict(list)
     for span in drawn:
         start, length = span.start, span.end - span.start
@@ -204,69 +183,6 @@ def _place(row: int, lane: Lane, communication: bool) -> tuple[float, float] | N
     if not communication:
         return None
     return (row + height / 2 if lane == "to next" else row - height / 2 - _STRIP), _STRIP
-
-
-def _draw_densities(
-    axes: Any,
-    drawn: Sequence[Span],
-    rows: Rows,
-    whole: tuple[float, float],
-    communication: bool,
-    points: float,
-    versions: bool,
-) -> str:
-    """Draw the shares of each bin of time that every row spends in each kind of work."""
-    import numpy as np  # as matplotlib does
-
-    draw_rows(axes, (), rows, whole, communication)
-    microbatches = 1 + max(span.microbatch for span in drawn)
-    edges = bin_edges(*whole, _BLOCK / points, summarize(drawn).period / microbatches)
-    lanes: dict[tuple[int, Lane], dict[_Look, list[tuple[float, float]]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
-    for span in drawn:
-        if span.end > span.start:
-            looks = lanes[rows.of[span.stage], span.lane]
-            looks[rows.look(span)].append((span.start, span.end))
-    for (k, lane), looks in lanes.items():
-        place = _place(k, lane, communication)
-        if place is None:
-            continue
-        top, height = place
-        order = sorted(looks, key=lambda look: (_ORDER.index(look.name), look.color))
-        times = np.array([time_in_bins(looks[look], edges) for look in order])
-        # Actions of a device's stages, or copies, may overlap: their sum is at most the bin.
-        shares = times / np.maximum(np.diff(edges), times.sum(0))
-        tops = top + height * (1 - shares.cumsum(0))
-        for look, above, below in zip(order, tops, [top + height, *tops], strict=False):
-            axes.stairs(above, edges, baseline=below, fill=True, color=look.color, linewidth=0)
-    count = sum(span.kind in COMPUTED and span.end > span.start for span in drawn)
-    return (
-        f"{count} blocks are too narrow to draw. Columns show shares of time, in bins of "
-        f"{edges[1] - edges[0]:g}, without numbers{' or versions' * versions}."
-    )
-
-
-def bin_edges(first: float, last: float, least: float, step: float) -> list[float]:
-    """Return the edges of equal bins from ``first`` to ``last``; the last bin may be shorter."""
-    # The smallest multiple of the step: with the time of a microbatch as step, all bins of a steady
-    # state look alike.
-    size = step * math.ceil(least / step) if step > 0 else least
-    if size * 8 > last - first:  # too few of them to see anything
-        size = least
-    count = max(1, math.ceil((last - first) / size - 1e-6))
-    return [*(first + n * size for n in range(count)), last]
-
-
-def time_in_bins(intervals: Iterable[tuple[float, float]], edges: Sequence[float]) -> list[float]:
-    """Return how much of each bin the intervals cover, given their starts and ends."""
-    found = [0.0] * (len(edges) - 1)
-    for start, end in intervals:
-        n = bisect_right(edges, start) - 1
-        while n < len(found) and edges[n] < end:
-            found[n] += min(end, edges[n + 1]) - max(start, edges[n])
-            n += 1
-    return found
 
 
 def _write_numbers(
@@ -305,12 +221,12 @@ def _write_numbers(
 def draw_legend(figure: Any, drawn: Sequence[Span], communication: bool, idle: str) -> None:
     from matplotlib.patches import Patch
 
-    shown = {_LOOKS[span.kind] for span in drawn if span.end > span.start}
-    if not communication:
-        shown.discard(_SEND)
-    looks = sorted(shown, key=lambda look: _ORDER.index(look.name))
+    shown = {_LOOK_OF[span.kind] for span in drawn if span.end > span.start}
+    looks = [
+        look for look in _LOOKS if look in shown and (communication or look.name != "communication")
+    ]
     handles = [Patch(facecolor=look.color, label=look.name) for look in looks]
-    handles.append(Patch(facecolor=_IDLE.color, edgecolor="#BBBBBB", linewidth=0.5, label=idle))
+    handles.append(Patch(facecolor=_IDLE, edgecolor="#BBBBBB", linewidth=0.5, label=idle))
     figure.legend(
         handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8
     )
@@ -329,7 +245,8 @@ def write_trace(
 
     Args:
         microseconds: per unit of the spans' time.
-        origin: ``Trace.origin``, which ``merge_traces`` needs to align the files of several ranks.
+        origin: ``Trace.origin``, saved as ``baseTimeNanoseconds``: it aligns the files of several
+            ranks, as docs/distributed.md shows.
 
     Example:
         >>> from spectrain_ext.timelines import simulate_method, write_trace

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections import deque
 from contextlib import nullcontext
@@ -16,8 +15,6 @@ from helpers.checkpoint_cases import (
     batches,
     body_of,
     ends,
-    forge,
-    halving,
     model,
     nadam,
     narrow,
@@ -185,30 +182,6 @@ def test_compiled_stages(tmp_path: Path) -> None:
         same(dict(target.state_dict()), dict(pipe.state_dict()))
 
 
-def test_stages_behind_those_of_another_process(tmp_path: Path) -> None:
-    """The other process has its own stage 0, possibly with a weight of that name."""
-    home, away = nn.Linear(4, 4), nn.Linear(4, 4)
-    away.weight = home.weight
-    pipe = st.Pipeline([nn.Sequential(home), nn.Sequential(away)], sgd, LOSS)
-
-    def other_process(body: Any) -> None:
-        body["stages"].append(copy.deepcopy(body["stages"][0]))
-        body["stages"][2] |= {"stage": 0, "weights": {"0.0.weight": {"$tensor": "model.3.0.bias"}}}
-
-    for path in (tmp_path / "bound", tmp_path / "released"):
-        save(path, pipe, first_stage=3)
-        stages = body_of(path)["stages"]
-        assert [sorted(stage["weights"]) for stage in stages] == [
-            ["3.0.bias", "3.0.weight"],
-            ["4.0.bias", "4.0.weight"],
-        ]
-        load(path, pipe, first_stage=3)
-        forge(path, other_process)
-        with pytest.raises(CheckpointError, match=r"has '0\.0\.weight', which the model has not"):
-            load(path, pipe, first_stage=3)
-        pipe.release()
-
-
 def test_a_checkpoint_of_a_model_without_the_tie_is_refused(tmp_path: Path) -> None:
     untied = tied(seed=3)
     untied[3][0].weight = nn.Parameter(untied[0][0].weight.detach().clone())
@@ -240,22 +213,7 @@ def test_the_uncut_model_loads_what_other_processes_have_trained_without_a_warni
         model.state_dict()
 
 
-# Frozen parameters, and frozen tensors that their modules refuse to load
-
-
-def test_state_of_parameters_that_are_frozen_now(saved: Path) -> None:
-    other = model(seed=1)
-    other[0].requires_grad_(False)
-    other[3].linear.bias.requires_grad_(False)
-    pipe = st.Pipeline(cut_at(other, [1, 4]), sgd, LOSS, "spectrain", scheduler=halving)
-    with pytest.warns(UserWarning) as warned:
-        load(saved, pipe)
-    assert [str(each.message).partition(" is not loaded")[0] for each in warned] == [
-        "stage 0: the optimizer state of 0.linear.weight, 0.linear.bias, 0.norm.weight and 1 more",
-        "stage 1: the optimizer state of 3.linear.bias",
-    ]
-    pipe.release()
-    load(saved, other)  # without an optimizer
+# Frozen tensors that their modules refuse to load
 
 
 class Quantized(nn.Module):

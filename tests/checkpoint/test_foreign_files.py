@@ -1,4 +1,4 @@
-"""Tests foreign results, traces and names: bounded, a ValueError, safe to print."""
+"""Tests foreign results and names: bounded, a ValueError, safe to print."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import os
 import pytest
 
 from spectrain_ext.files import read_bounded, read_json, replace_file
-from spectrain_ext.timelines.merging import main as merge
-from spectrain_ext.timelines.merging import merge_traces
 from studies.report import draw_losses
 from studies.results import Run, RunFile, summarize
 
@@ -53,34 +51,6 @@ def test_a_forged_run_is_no_finished_run(tmp_path, change):
     path.unlink()
     os.mkfifo(path)
     assert file.read() is None
-
-
-@pytest.mark.parametrize(
-    "events",
-    [
-        *([3], [[["a", 1]]], [{"pid": {}}], [{"ts": "soon"}], [{"ts": 10**400}]),
-        *([{"name": "process_name"}], [{"name": "process_name", "args": 3}]),
-    ],
-    ids=range(7),
-)
-def test_events_that_are_none(tmp_path, events, capsys):
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps({"traceEvents": events, "baseTimeNanoseconds": 3}))
-    assert merge([str(tmp_path / "out"), str(path)]) == 1
-    assert "a.json: expected events of a trace" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def test_what_is_no_trace(tmp_path):
-    path = tmp_path / "a.json"
-    empty = [json.dumps({"traceEvents": [], "baseTimeNanoseconds": t}) for t in (-1, 1 << 63, True)]
-    for text, said in (
-        *((text, "does not say when it began") for text in empty),
-        (DEEP, "expected a trace in JSON"),
-    ):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=said):
-            merge_traces(tmp_path / "out", [path])
 
 
 def test_a_title_is_no_formula(tmp_path):

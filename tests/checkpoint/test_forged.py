@@ -38,7 +38,7 @@ def endless(path: Path) -> None:
     ("name", "instead", "match"),
     [
         (DOCUMENT, None, r"c/checkpoint\.json: cannot be read, No such file"),
-        (MODEL, None, r"model\.safetensors: cannot be read, No such file"),
+        (MODEL, None, r"model\.safetensors: damaged, No such file"),
         # neither waited for nor read for ever
         (DOCUMENT, os.mkfifo, f"{DOCUMENT}: .*expected a plain file"),
         (MODEL, os.mkfifo, f"{MODEL}: .*expected a plain file"),
@@ -54,7 +54,7 @@ def test_something_else_than_a_file(saved: Path, name: str, instead: Any, match:
 
 def test_a_file_that_was_cut(saved: Path) -> None:
     os.truncate(saved / MODEL, (saved / MODEL).stat().st_size - 1)
-    cases.refused(saved, r"model\.safetensors: damaged, expected \d+ bytes, got \d+")
+    cases.refused(saved, r"model\.safetensors: damaged, Error while deserializing")
 
 
 @pytest.mark.parametrize("name", [MODEL, STATE, DOCUMENT])
@@ -90,7 +90,6 @@ class Evil:
 def test_a_pickle_in_place_of_a_file_of_tensors_is_refused(saved: Path) -> None:
     trace, path = saved.parent / "executed", saved / MODEL
     torch.save(Evil(trace), path)
-    cases.forge(saved, lambda body: body["files"].update({path.name: path.stat().st_size}))
     cases.refused(saved, r"model\.safetensors: damaged, ")
     assert not trace.exists()
 
@@ -101,7 +100,6 @@ def test_something_else_than_the_tensor(saved: Path, tensor: torch.Tensor) -> No
     save_file(load_file(path) | {name: tensor}, path, metadata={"format": "pt"})
 
     def change(body: Body) -> None:
-        body["files"][MODEL] = path.stat().st_size
         data = tensor.view(-1).view(torch.uint8).numpy()
         body["tensors"][f"model.{name}"]["sha256"] = hashlib.sha256(data).hexdigest()
 
@@ -110,42 +108,23 @@ def test_something_else_than_the_tensor(saved: Path, tensor: torch.Tensor) -> No
 
 
 def grow(path: Path, name: str, size: int) -> None:
-    """Add a tensor of zeros to a file, or replace one by it, without writing the zeros."""
+    """Replace a tensor in a file by zeros, without writing them."""
     content = path.read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:end])
     data = len(content) - end
-    if name in header:  # the others' bytes stay where they are
-        header["rest"] = header.pop(name)
+    header["rest"] = header.pop(name)  # the others' bytes stay where they are
     header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [data, data + size]}
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
     os.truncate(path, 8 + len(text) + data + size)
 
 
-@pytest.mark.parametrize(
-    ("name", "match"),
-    [
-        ("0.linear.weight", r"holds something else than the tensor 'model\.0\.linear\.weight'"),
-        ("more", "damaged, the SHA-256 of 'more' is not what was saved"),
-    ],
-)
-def test_a_small_file_that_claims_much_costs_little_memory(
-    saved: Path, name: str, match: str
-) -> None:
-    size, path = 1 << 27, saved / (STATE if name == "more" else MODEL)
-    grow(path, name, size)
-
-    def change(body: Body) -> None:
-        body["files"][path.name] = path.stat().st_size
-        if name == "more":
-            entry = {"dtype": "uint8", "shape": [size], "file": path.name, "sha256": "0" * 64}
-            body["tensors"][name] = entry
-            body["processes"][0]["random"]["cuda9"] = {"$tensor": name}
-
-    cases.forge(saved, change)
+def test_a_small_file_that_claims_much_costs_little_memory(saved: Path) -> None:
+    size, path = 1 << 27, saved / MODEL
+    grow(path, "0.linear.weight", size)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    cases.refused(saved, match)
+    cases.refused(saved, r"holds something else than the tensor 'model\.0\.linear\.weight'")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < size >> 12  # KiB
 
 
@@ -160,12 +139,11 @@ DEEP = '{"sha256": "", "checkpoint": ' + 10**5 * "[" + 10**5 * "]" + "}"
     [
         (b"", "it is no checkpoint document"),
         (b'{"checkpoint": [], "sha256": 3}', "it is no checkpoint document"),
-        (b'{"checkpoint": {}, "checkpoint": {}}', "a key is there twice"),
         (b'{"checkpoint": ' + b"9" * 10**5 + b"}", "it is no checkpoint document"),
         (b"\xff\xfe\xfd", "it is no checkpoint document"),
         (DEEP.encode(), "it is no checkpoint document"),
     ],
-    ids=range(6),
+    ids=range(5),
 )
 def test_what_is_no_document(saved: Path, content: bytes, match: str) -> None:
     (saved / DOCUMENT).write_bytes(content)
@@ -175,7 +153,7 @@ def test_what_is_no_document(saved: Path, content: bytes, match: str) -> None:
 WEIGHT, BIAS, COUNT = "model.0.linear.weight", "model.0.linear.bias", "0.norm.num_batches_tracked"
 MOMENTUM = "optimizer.state.0.linear.bias.momentum_buffer"
 NO_STATE = r"has shape {}, expected \[4\]"
-BAD_ENTRY = rf"tensors\['{WEIGHT}'\]: bad file, shape or order"
+FORGED = "no save writes this: "
 
 
 @pytest.mark.parametrize(
@@ -184,14 +162,14 @@ BAD_ENTRY = rf"tensors\['{WEIGHT}'\]: bad file, shape or order"
         (WEIGHT, {"dtype": "complex64"}, "is complex64, which does not fit into float32"),
         (WEIGHT, {"dtype": "qint32"}, "'qint32' is no dtype"),
         (f"model.{COUNT}", {"dtype": "float64"}, "float64, which does not fit into int64"),
-        (MOMENTUM, {"dtype": "complex32"}, "has no imaginary part"),
+        (MOMENTUM, {"dtype": "complex32"}, f"{STATE}: holds something else than the tensor"),
         (MOMENTUM, {"shape": [2, 2]}, NO_STATE.format(r"\[2, 2\]")),
         (MOMENTUM, {"shape": [1]}, NO_STATE.format(r"\[1\]")),
-        *((WEIGHT, {"order": order}, BAD_ENTRY) for order in ([0], [0, 0], [0, 2], "01", {})),
-        (WEIGHT, {"file": "x"}, BAD_ENTRY),
-        (WEIGHT, {"shape": [1] * 100}, BAD_ENTRY),
-        (WEIGHT, {"sha256": True}, r"\['sha256'\]: expected a str, got bool"),
-        (WEIGHT, {"shape": [-1]}, "a number from 0, got -1"),
+        *((WEIGHT, {"order": order}, FORGED) for order in ([0], [0, 0], [0, 2], "01")),
+        (WEIGHT, {"order": {}}, f"{MODEL}: damaged"),
+        *((WEIGHT, {"file": f}, "is no file of a checkpoint") for f in ("x", f"../c/{MODEL}")),
+        (WEIGHT, {"shape": [1] * 100}, "has shape"),
+        (WEIGHT, {"sha256": True}, f"{MODEL}: damaged, the SHA-256"),
         (WEIGHT, {"file": STATE}, f"{STATE}: damaged"),
     ],
 )
@@ -220,22 +198,16 @@ def options(body: Body) -> Body:
     [
         (lambda b: b.update(version=1), "expected version 2, got 1"),
         (lambda b: b.update(format="other"), "expected the format .*, got 'other'"),
-        (lambda b: b.update(minibatches=True), "minibatches: expected a int, got bool"),
-        (lambda b: b.update(training={"minibatches": -1, "phase": 0}), "training.*from 0, got -1"),
-        (lambda b: b.update(processes=[]), "processes: expected one or more"),
-        (lambda b: b["files"].update({f"{MODEL}\0": 0}), "is no file of a checkpoint"),
-        (lambda b: b["tensors"].update({"\x1b[31m": []}), r"tensors\['.x1b.*expected a dict"),
-        (lambda b: b.pop("stages"), "stages: expected a list, got NoneType"),
-        (lambda b: stage(b)["weights"].update(more={"$tensor": "none"}), "has no tensor 'none'"),
-        (lambda b: stage(b).pop("optimizer"), r"stages\[0\]: has no 'optimizer'"),
-        (lambda b: state(b).update(momentum_buffer=3), "nothing uses '.*weight.momentum_buffer'"),
+        (lambda b: b.update(training={"minibatches": 1, "phase": 0}), "progress of .*'undone'"),
+        (lambda b: b["tensors"].update({WEIGHT: []}), FORGED),
+        (lambda b: b.pop("stages"), FORGED),
+        (lambda b: stage(b)["weights"].update(more={"$tensor": "none"}), "has 'more', which the m"),
+        (lambda b: stage(b).pop("optimizer"), FORGED),
+        (lambda b: state(b).update(momentum_buffer=3), "momentum_buffer must be a tensor, got int"),
         (lambda b: options(b).update(lr="fast"), "lr"),
         (lambda b: options(b).update(lr=float("nan")), "lr"),
-        (lambda b: options(b).update(initial_lr="x"), "initial_lr"),
-        (lambda b: stage(b).update(scheduler=[1]), "scheduler of stage 0: expected a dict, got a "),
-        (lambda b: stage(b).update(scheduler={"step": 3}), "'step' does not fit MultiStepLR"),
-        (lambda b: stage(b).update(scheduler={"optimizer": 3}), "'optimizer' does not fit"),
-        (lambda b: stage(b)["scheduler"].update(milestones=3), "'milestones' does not fit"),
+        (lambda b: stage(b).update(scheduler=[1]), FORGED),
+        (lambda b: stage(b)["scheduler"].update(step=3), "has 'step', which MultiStepLR has not"),
     ],
 )
 def test_forged_documents(saved: Path, change: Callable[[Body], object], match: str) -> None:
@@ -247,22 +219,15 @@ VALUES: list[Any] = [
     {"$tuple": 3},
     {"$dict": [3]},
     {"$dict": [[[1], 2]]},
-    {"$dict": [[1, 2], [1, 3]]},
-    {"$counter": {}},
-    {"$scalar": ["float32", [1, 2]]},
     {"$scalar": ["float32", [[None]]]},
-    {"$scalar": ["int8", 1000]},
     {"$scalar": [["float32"], 1]},
-    {"$deque": [[1, 2], 1]},
-    {"$deque": [[1], True]},
-    {"$size": [-1]},
+    {"$deque": [[1, 2], -1]},
     {"$dtype": "Tensor"},
     {"$numpy": ["object", 1]},
-    {"$numpy": ["int8", 300]},
     {"$tensor": "x"},
     {"$other": []},
     {"$tuple": [], "more": 1},
-    cases.nest(1, 101),
+    cases.nest(1, 400),
 ]
 
 
@@ -280,7 +245,6 @@ VALUES: list[Any] = [
 def test_values_that_no_save_writes(
     saved: Path, place: Callable[[Body], Any], sampler: ShuffledSampler | None
 ) -> None:
-    """Otherwise an extra value would be noticed only after the weights have been replaced."""
     original, pipe = (saved / DOCUMENT).read_bytes(), cases.pipeline(2, seed=3)
     for value in VALUES:
 
@@ -289,7 +253,7 @@ def test_values_that_no_save_writes(
             container[key] = value
 
         cases.forge(saved, change)
-        cases.refused(saved, r"checkpoint\.json: ", pipe, sampler=sampler)
+        cases.refused(saved, r"checkpoint\.json: |/c: does not fit ", pipe, sampler=sampler)
         (saved / DOCUMENT).write_bytes(original)
 
 
@@ -302,9 +266,9 @@ def matrices(body: Body) -> list[Body]:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda b: matrices(b)[0].update({"$tensor": "GG[7]"}), r"has no tensor 'GG\[7\]', which"),
-        (lambda b: matrices(b)[0].update({"$tensor": 3}), r"nothing uses '.*weight\.GG\[0\]'"),
-        (lambda b: matrices(b)[0].update(more=3), r"weight\.GG': '\$tensor' with 'opt.*GG\[0\]'"),
+        (lambda b: matrices(b)[0].update({"$tensor": "GG[7]"}), f"{FORGED}.*'GG.7.'"),
+        (lambda b: matrices(b)[0].update({"$tensor": 3}), "does not fit the optimizer of stage 0"),
+        (lambda b: matrices(b)[0].update(more=3), r"'\$tensor' with 'opt.*GG\[0\]'"),
     ],
 )
 def test_forged_containers_of_tensors(
@@ -317,14 +281,13 @@ def test_forged_containers_of_tensors(
     cases.refused(tmp_path / "c", match, pipe)
 
 
-@pytest.mark.parametrize(("device", "restored"), [("cuda9", True), ("process1", False)])
-def test_generators_of_devices_that_are_not_here(saved: Path, device: str, restored: bool) -> None:
+def test_generators_of_devices_that_are_not_here(saved: Path) -> None:
     def change(body: Body) -> None:
         random = body["processes"][0]["random"]
-        random[device] = random["cpu"]
+        random["cuda9"] = random["cpu"]
 
     cases.forge(saved, change)
-    assert load(saved, cases.pipeline(2, seed=3)).random is restored
+    assert load(saved, cases.pipeline(2, seed=3)).random
 
 
 # Random changes of a document, which gets a correct digest

@@ -111,13 +111,12 @@ def test_links_in_the_way_are_removed_and_not_followed(tmp_path: Path, saved: Pa
     (target / "precious").write_text("mine")
     where = tmp_path / "run"
     where.mkdir()
-    for name in ("minibatch-00000000", "c", "latest"):
+    for name in ("minibatch-00000000", "c"):
         (where / f".{name}.partial").symlink_to(target)
         (where / f".{name}.replaced").symlink_to(target / "precious")
     save(where / "c", model())
     manager = CheckpointManager(where, pipeline(2))
     manager.save()
-    (where / ".latest.partial").symlink_to(target / "precious")
     (where / ".minibatch-00000000.partial").symlink_to(target / "none")
     manager.save()
     (where / ".minibatch-00000007.replaced").symlink_to(saved)
@@ -125,8 +124,7 @@ def test_links_in_the_way_are_removed_and_not_followed(tmp_path: Path, saved: Pa
     assert CheckpointManager(where, pipeline(2)).restore().minibatches == 0
     assert names(target) == ["precious"]
     assert (target / "precious").read_text() == "mine"
-    left = {path.name for path in where.iterdir() if path.is_symlink()}
-    assert left == {".latest.replaced"}  # not the package's file
+    assert not any(path.is_symlink() for path in where.iterdir())
     assert saved.is_dir()
 
 
@@ -146,29 +144,25 @@ def test_a_place_where_nothing_can_be_written(tmp_path: Path, path: str, reason:
     assert names(tmp_path) == ["file"]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_a_full_disk_leaves_the_last_one_whole(tmp_path: Path, asynchronous: bool) -> None:
+def test_a_full_disk_leaves_the_last_one_whole(tmp_path: Path) -> None:
     def no_space(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    manager = CheckpointManager(tmp_path, pipeline(2), asynchronous=asynchronous)
+    manager = CheckpointManager(tmp_path, pipeline(2))
     list(manager.run(batches(3)))
     manager.save()
-    manager.wait()
     expected = state_of(manager.pipe)
     list(manager.run(batches(1)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", no_space)
         with pytest.raises((CheckpointError, OSError), match="No space left"):
             manager.save()
-            manager.wait()
-    assert names(tmp_path) == ["latest", "minibatch-00000003"]
+    assert names(tmp_path) == ["minibatch-00000003"]
     other = CheckpointManager(tmp_path, pipeline(2, seed=3))
     assert other.restore().minibatches == 3
     same(state_of(other.pipe), expected)
     manager.save()  # there is space again
-    manager.wait()
-    assert names(tmp_path)[1:] == ["minibatch-00000003", "minibatch-00000004"]
+    assert names(tmp_path) == ["minibatch-00000003", "minibatch-00000004"]
 
 
 KILLED = """
@@ -178,7 +172,6 @@ import torch
 torch.set_num_threads(1)  # before the first fork
 sys.path.insert(0, sys.argv[2])
 from helpers.checkpoint_cases import batches, model, pipeline, train
-from spectrain_ext import files
 from spectrain_ext.checkpoint import CheckpointManager, load
 base = Path(sys.argv[1])
 pipe, found = pipeline(2), pipeline(2, seed=9)
@@ -202,35 +195,29 @@ def save_and_die(directory, left):
     os.fsync = lambda _: None  # slow, and nothing to a process that is killed
     for name in ("fsync", "rename", "replace", "mkdir", "open", "rmdir", "unlink"):
         setattr(os, name, dying(getattr(os, name), counted))
-    files.exchanged = dying(files.exchanged, counted)
     manager.save()
 
-def try_all(means):
-    for left in range(100):
-        directory = base / f"{means}{left}"
-        shutil.copytree(base / "begin", directory)
-        child = os.fork()
-        if child == 0:
-            try:
-                save_and_die(directory, left)
-            finally:
-                os._exit(0)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        load(directory / "minibatch-00000000", plain)  # before a manager tidies up
-        weight = plain[0].linear.weight
-        assert CheckpointManager(directory, found).restore() is not None
-        assert torch.equal(weight, next(found.parameters()))
-        is_old = torch.equal(weight, old[0].linear.weight)
-        assert is_old or torch.equal(weight, next(pipe.parameters()))
-        names = sorted(path.name for path in directory.iterdir())
-        assert names == ["latest", "minibatch-00000000"], names
-        print(means, code, "old" if is_old else "new")
-        if code == 0:
-            return
-
-try_all("exchange")
-files.exchanged = lambda *_: False
-try_all("renames")
+for left in range(100):
+    directory = base / str(left)
+    shutil.copytree(base / "begin", directory)
+    child = os.fork()
+    if child == 0:
+        try:
+            save_and_die(directory, left)
+        finally:
+            os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    load(directory / "minibatch-00000000", plain)  # before a manager tidies up
+    weight = plain[0].linear.weight
+    assert CheckpointManager(directory, found).restore() is not None
+    assert torch.equal(weight, next(found.parameters()))
+    is_old = torch.equal(weight, old[0].linear.weight)
+    assert is_old or torch.equal(weight, next(pipe.parameters()))
+    names = sorted(path.name for path in directory.iterdir())
+    assert names == ["minibatch-00000000"], names
+    print(code, "old" if is_old else "new")
+    if code == 0:
+        break
 """
 
 
@@ -241,12 +228,10 @@ def test_killed_anywhere_there_is_a_whole_checkpoint() -> None:
     with tempfile.TemporaryDirectory(dir=memory) as d:
         command = [sys.executable, "-c", KILLED, d, str(Path(__file__).parents[1])]
         run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    lines = [line.split() for line in run.stdout.splitlines()]
-    for means in ("exchange", "renames"):
-        codes, kept = zip(*(found for each, *found in lines if each == means), strict=True)
-        assert set(codes[:-1]) == {"9"}
-        assert codes[-1] == "0"
-        # the old one first, then the new one, and never back
-        assert list(kept) == sorted(kept, reverse=True)
-        assert len(kept) > 10
-        assert (kept[0], kept[-1]) == ("old", "new")
+    codes, kept = zip(*(line.split() for line in run.stdout.splitlines()), strict=True)
+    assert set(codes[:-1]) == {"9"}
+    assert codes[-1] == "0"
+    # the old one first, then the new one, and never back
+    assert list(kept) == sorted(kept, reverse=True)
+    assert len(kept) > 10
+    assert (kept[0], kept[-1]) == ("old", "new")

@@ -80,8 +80,6 @@ def test_another_state():
     for key, value, match in (
         ("batch_size", 2, "batch_size: expected 3, got 2"),
         ("samples", None, "samples: expected 10, got None"),
-        ("position", -1, "position: expected a number, got -1"),
-        ("seed", "x", "seed: expected a number, got 'x'"),
     ):
         with pytest.raises(ValueError, match=match):
             sampler.load_state_dict({**before, key: value})

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
-import sys
 from itertools import count
 
 import pytest
@@ -16,7 +14,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.profiler import ProfilerActivity, profile
 
 import spectrain_ext as st
-from spectrain_ext.timelines import merge_traces, write_trace
+from spectrain_ext.timelines import write_trace
 
 COUNT = 6
 RANGE = re.compile(r"[FBW]\d+|predict|send|recv|loss|update")
@@ -54,15 +52,6 @@ def traced(tmp_path_factory):
     return folder, run_ranks(trace, 2, str(folder))
 
 
-def merge(monkeypatch, *arguments):
-    """Return the exit code of the documented command."""
-    monkeypatch.setattr(sys, "argv", ["merging", *map(str, arguments)])
-    monkeypatch.delitem(sys.modules, "spectrain_ext.timelines.merging", raising=False)
-    with pytest.raises(SystemExit) as end:
-        runpy.run_module("spectrain_ext.timelines.merging", run_name="__main__")
-    return end.value.code
-
-
 @pytest.mark.processes
 def test_messages_travel_while_both_ranks_compute(traced):
     _, (first, second) = traced
@@ -78,48 +67,22 @@ def test_messages_travel_while_both_ranks_compute(traced):
 
 
 @pytest.mark.processes
-def test_the_traces_of_all_ranks_as_one(traced, tmp_path, monkeypatch):
+def test_the_traces_of_all_ranks_on_one_time_axis(traced):
+    """Each send precedes the computation with its message."""
     folder, ranges = traced
-    out = tmp_path / "all.json"
-
-    def merged(*paths):
-        merge_traces(out, paths)
-        return json.loads(out.read_text())["traceEvents"]
-
-    assert merge(monkeypatch, out, *(folder / f"{rank}.json" for rank in range(2))) == 0
-    document = json.loads(out.read_text())["traceEvents"]
-    events = [event for event in document if event["ph"] == "X"]
-    assert {event["pid"] for event in events} == {0, 1}
-    assert min(event["ts"] for event in events) == 0.0
-    # on one time axis: each send precedes the computation with its message
-    at = {(event["pid"], event["name"]): event for event in events}
+    at = {}
+    for rank in range(2):
+        document = json.loads((folder / f"{rank}.json").read_text())
+        for event in document["traceEvents"]:
+            if event["ph"] == "X":
+                start = event["ts"] + document["baseTimeNanoseconds"] / 1000
+                at[rank, event["name"]] = start, start + event["dur"]
+        profiled = json.loads((folder / f"{rank}.profile.json").read_text())
+        assert profiled["baseTimeNanoseconds"] > 0
+        names = [event.get("name") for event in profiled["traceEvents"]]
+        assert (names.count("F5"), names.count("send")) == (1, ranges[rank].count("send"))
     for i in range(COUNT):
-        sent, used = at[0, f"send activation {i}.0"], at[1, f"forward {i}.0"]
-        assert sent["ts"] < used["ts"] + used["dur"]
-    named = [event["args"]["name"] for event in document if event["name"] == "process_name"]
-    assert named == ["rank 0: stage 0", "rank 1: stage 1"]
-    # replicas of a stage keep apart, and profiles are merged alike
-    twice = merged(folder / "0.json", folder / "0.json")
-    assert len({event["pid"] for event in twice if event["ph"] == "X"}) == 2
-    names = [event.get("name") for event in merged(*folder.glob("*.profile.json"))]
-    assert names.count("F5") == 2
-    assert names.count("send") == sum(found.count("send") for found in ranges)
-
-
-def test_files_that_cannot_be_merged(tmp_path, monkeypatch):
-    write_trace(tmp_path / "whole", [], origin=0.0)
-    write_trace(tmp_path / "no origin", [])
-    (tmp_path / "text").write_text("no")
-    (tmp_path / "list").write_text("[]")
-    for name, reason in (
-        ("no origin", "does not say when it began"),
-        ("text", "expected a trace in JSON"),
-        ("list", "expected a trace with traceEvents"),
-    ):
-        with pytest.raises(ValueError, match=f"{name}: {reason}"):
-            merge_traces(tmp_path / "x", [tmp_path / "whole", tmp_path / name])
-    assert not (tmp_path / "x").exists()
-    assert merge(monkeypatch) == 2
+        assert at[0, f"send activation {i}.0"][0] < at[1, f"forward {i}.0"][1]
 
 
 def test_ranges_cost_nothing_where_nobody_looks(monkeypatch):

@@ -48,7 +48,7 @@ def test_the_example_goes_on_with_any_number_of_processes(tmp_path: Path) -> Non
     for epochs, ranks in enumerate((2, 4, 3), start=1):
         stop.touch()
         assert run_script(EXAMPLE, ranks, *options, str(epochs), folder=tmp_path) == ""
-        assert (tmp_path / "saved" / "latest").exists()
+        assert any((tmp_path / "saved").glob("minibatch-*"))
         stop.unlink()
         printed = run_script(EXAMPLE, ranks, *options, str(epochs), folder=tmp_path)
         assert re.findall(r"epoch (\d+): ", printed) == [str(epochs)]

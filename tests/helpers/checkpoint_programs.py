@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from helpers.checkpoint_cases import (
     LOSS,
-    Noisy,
     batches,
     ends,
     everything,
@@ -19,7 +18,6 @@ from helpers.checkpoint_cases import (
     sgd,
     weights,
 )
-from torch import nn
 from torch.distributed import distributed_c10d
 
 import spectrain_ext as st
@@ -34,19 +32,6 @@ from spectrain_ext.distributed import pipeline as rank_pipeline
 from spectrain_ext.partitioning import cut_at
 
 
-def stage_of(rank, ranks, seed):
-    """Return a rank's part of the model, with its own optimizer."""
-    part = cut_at(model(seed), ends(4, ranks))[rank]
-    optimizer = st.optim.SGD(part.parameters(), lr=0.05 * (rank + 1), momentum=0.9)
-    return part, optimizer
-
-
-def step(part, optimizer, seed):
-    inputs, targets = batches(1, seed)[0]
-    nn.functional.mse_loss(part(inputs), targets).backward()
-    optimizer.step()
-
-
 def refuse_pickles():
     """From now on, fail if anything is pickled for another process or unpickled."""
 
@@ -56,31 +41,39 @@ def refuse_pickles():
     distributed_c10d._object_to_tensor = distributed_c10d._tensor_to_object = refused
 
 
-def modules(rank, ranks, path):
-    """Save and load modules; return the sum of the saved values."""
+def stage_of(rank, seed):
+    """Return a pipeline over two ranks, whose learning rate differs from rank to rank."""
+    part = cut_at(model(seed), ends(4, 2))[rank]
+
+    def optimizer(params):
+        return st.optim.SGD(params, lr=0.05 * (rank + 1), momentum=0.9)
+
+    return st.DistributedPipeline(part, optimizer, LOSS, timeout=60.0)
+
+
+def stages(rank, ranks, path):
+    """Save and load a stage of each rank; return the sum of the saved values."""
     refuse_pickles()
-    part, optimizer = stage_of(rank, ranks, seed=1)
-    step(part, optimizer, 1)
+    pipe, sampler = stage_of(rank, 1), ShuffledSampler(10, 2)
+    list(pipe.run(batches(1, 1)))
     torch.manual_seed(rank)
-    sampler = ShuffledSampler(10, 2)
-    where = {"first_stage": rank}
-    save(f"{path}/c", part, optimizer=optimizer, minibatches=3, sampler=sampler, **where)
+    save(f"{path}/c", pipe, minibatches=3, sampler=sampler)
     expected = torch.rand(2)
-    other, its_optimizer = stage_of(rank, ranks, seed=2)
-    step(other, its_optimizer, 2)
-    loaded = load(f"{path}/c", other, optimizer=its_optimizer, **where)
+    other = stage_of(rank, 2)
+    list(other.run(batches(1, 2)))
+    loaded = load(f"{path}/c", other)
     assert (loaded.random, loaded.minibatches) == (True, 3)
     assert torch.equal(torch.rand(2), expected)
-    same(weights(other), weights(part))
-    same(its_optimizer.state_dict()["state"], optimizer.state_dict()["state"])
-    assert its_optimizer.param_groups[0]["lr"] == 0.05 * (rank + 1)
-    return sum(p.double().sum().item() for p in part.parameters())
+    same(everything(other), everything(pipe))
+    assert other.optimizers[0].param_groups[0]["lr"] == 0.05 * (rank + 1)
+    save(f"{path}/alone{rank}", model())  # by this process alone
+    return sum(p.double().sum().item() for p in pipe.parameters())
 
 
 def errors(rank, ranks, path):
     """Cause every documented error; return the messages."""
     found = []
-    part, optimizer = stage_of(rank, ranks, seed=1)
+    pipe = stage_of(rank, 1)
 
     def expect(action):
         try:
@@ -90,11 +83,9 @@ def errors(rank, ranks, path):
         else:
             found.append(None)
 
-    expect(lambda: save(f"{path}/d", part, first_stage=0))
-    expect(lambda: save(f"{path}/d", cut_at([Noisy(), Noisy()], [1, 2])[0], first_stage=rank))
-    expect(lambda: save(f"{path}/d", part, first_stage=rank, extra={1} if rank else None))
+    expect(lambda: save(f"{path}/d", pipe, extra={1} if rank else None))
     assert not os.path.exists(f"{path}/d")
-    save(f"{path}/d", part, optimizer=optimizer, first_stage=rank)
+    save(f"{path}/d", pipe)
     dist.barrier()
     if rank == 0:
         with open(f"{path}/d/model-00002-of-00002.safetensors", "r+b") as stream:
@@ -102,9 +93,9 @@ def errors(rank, ranks, path):
             stream.seek(0)
             stream.write(bytes(byte ^ 1 for byte in content))
     dist.barrier()
-    before = [p.clone() for p in part.parameters()]
-    expect(lambda: load(f"{path}/d", part, first_stage=rank))
-    assert all(map(torch.equal, before, part.parameters()))
+    before = [p.clone() for p in pipe.parameters()]
+    expect(lambda: load(f"{path}/d", pipe))
+    assert all(map(torch.equal, before, pipe.parameters()))
     return found
 
 
@@ -144,12 +135,11 @@ def trains(rank, ranks, path, chunks=1):
 
     # rank 0's clock counts, and any rank that leaves the loop ends it for all
     seconds = {"every_seconds": 0 if rank == 0 else 1e9}
-    timed = manager_of(f"{path}/timed", rank, ranks, 0, chunks=chunks, asynchronous=True, **seconds)
+    timed = manager_of(f"{path}/timed", rank, ranks, 0, chunks=chunks, **seconds)
     list(timed.run(mine(batches(2))))
     for _ in timed.run(mine(batches(9))):
         if rank == 1:
             break
-    timed.wait()
     return first, second, everything(other.pipe), timed.minibatches, refused
 
 

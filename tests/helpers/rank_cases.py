@@ -248,7 +248,7 @@ CODECS = {
     "none": None,
     "Int8": st.codecs.Int8(block=8),
     "both": (st.codecs.Int4(hadamard=True), st.codecs.BFloat16()),
-    "gradients": (None, st.codecs.Float8()),
+    "gradients": (None, st.codecs.Int8(block=128)),
 }
 CLIPS: dict[str, dict[str, Any]] = {
     "none": {},

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
-import types
 
 import pytest
 import torch
@@ -57,7 +55,8 @@ def test_observation_changes_no_bit(method, tmp_path):
 def test_every_record_has_every_key_and_the_counts_are_right(tmp_path):
     pipe = pipeline()
     path = tmp_path / "below" / "m.jsonl"
-    with st.Metrics(pipe, path, every=10, errors_every=5, start=100, labels={"run": "a"}) as m:
+    pipe.minibatches = 100  # as from a checkpoint
+    with st.Metrics(pipe, path, every=10, errors_every=5) as m:
         losses = [result.loss.item() for result in pipe.run(batches(25), trace=m)]
     found = lines(path)
     assert len(found) == 9  # 10, 10 and 5 minibatches of three stages
@@ -66,7 +65,6 @@ def test_every_record_has_every_key_and_the_counts_are_right(tmp_path):
         assert [record["minibatch"] for record in mine] == [110, 120, 125]
         assert [record["minibatches"] for record in mine] == [10, 10, 5]
         for record in mine:
-            assert record["run"] == "a"
             kinds = {"predict", "forward", "loss", "backward", "update", "send"}
             assert set(record["busy"]) <= kinds
             assert 0 <= record["bubble"] < 1
@@ -184,49 +182,19 @@ def test_lines_stay_whole_after_a_crash_in_the_middle_of_one(tmp_path):
     assert json.loads(first) == {"stage": 0}
 
 
-def test_tensorboard_gets_the_same_numbers(tmp_path, monkeypatch):
-    """But no curves of what is the same in every record."""
-    drawn = {}
-
-    class Writer:
-        def __init__(self, folder):
-            assert folder == str(tmp_path / "tb")
-
-        def add_scalar(self, name, value, step, *_):
-            drawn[name, step] = value
-
-        def close(self):
-            pass
-
-    board = types.SimpleNamespace(SummaryWriter=Writer)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
-    pipe, path = pipeline(), tmp_path / "m"
-    labels = {"method": "auto", "seed": 3}
-    more = {"tensorboard": tmp_path / "tb", "every": 5, "labels": labels}
-    records = measured(pipe, path, batches(10), **more)
-    apart = {"time", "stage", "rank", "minibatch", "minibatches", *labels}
-    assert apart.isdisjoint(name.split("/")[1] for name, _ in drawn)
-    for record in records:
-        for name in ("bubble", "minibatches_per_second", "lr/0", "staleness/mean", "busy/forward"):
-            value = record
-            for key in name.split("/"):
-                value = value[int(key) if key == "0" else key]
-            assert drawn[f"stage{record['stage']}/{name}", record["minibatch"]] == value
-
-
-def test_without_tensorboard_the_error_names_the_extra(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'spectrain_ext\[tensorboard\]'"):
-        st.Metrics(pipeline(), tmp_path / "m", tensorboard=tmp_path / "tb")
-    assert not (tmp_path / "m").exists()
+def test_a_function_gets_the_same_records(tmp_path):
+    told = []
+    assert measured(pipeline(), tmp_path / "m", batches(10), every=5, write=told.append) == told
+    with st.Metrics(pipeline(), write=told.append) as metrics:
+        list(metrics._pipe.run(batches(2), trace=metrics))
+    assert len(told) == 9
 
 
 def test_bad_arguments(tmp_path):
     for more, expected in (
         ({"every": 0}, "every: expected at least 1, got 0"),
         ({"errors_every": 0}, "errors_every: expected at least 1, got 0"),
-        ({"start": -1}, "start: expected at least 0, got -1"),
-        ({"path": None}, "path: expected a file, or a folder as tensorboard, got neither"),
+        ({"path": None}, "path: expected a file, or a function as write, got neither"),
     ):
         with pytest.raises(ValueError, match=expected):
             st.Metrics(pipeline(), **{"path": tmp_path / "m", **more})

@@ -38,7 +38,7 @@ SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scrip
 # The first line of a program for several processes: its name and start command.
 STARTED = re.compile(r"# (\S+\.py): (torchrun .*)\n")
 # Imports of a block that no test can install.
-OPTIONAL = {"cupy", "wandb"}
+OPTIONAL = {"cupy", "tensorboard", "wandb"}
 SERVED = {"tools"}  # wandb starts a process
 
 
@@ -89,7 +89,8 @@ def test_the_blocks_of_a_page_run_one_after_another(
     for block in PYTHON:
         if block.page != page or block in PROGRAMS:
             continue
-        imported = set(re.findall(r"^ *(?:import|from) (\w+)", block.text, re.MULTILINE))
+        imports = r"^ *(?:import|from) (?:torch\.utils\.)?(\w+)"
+        imported = set(re.findall(imports, block.text, re.MULTILINE))
         if any(find_spec(name) is None for name in imported & OPTIONAL):
             continue
         # the line numbers of a failure are the page's

@@ -6,18 +6,16 @@ import json
 from collections import Counter
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
 from helpers.cli_programs import called, spectrain
 
 from spectrain_ext.method import find_method, methods
-from spectrain_ext.schedule import COMPUTE, Kind
+from spectrain_ext.schedule import Kind
 from spectrain_ext.simulation import Durations, simulate, streams, summarize
-from spectrain_ext.timelines import devices_under, draw_timeline, simulate_method, write_trace
+from spectrain_ext.timelines import draw_timeline, simulate_method, write_trace
 from studies.times import draw_methods_together
 
 pytest.importorskip("matplotlib")
-from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 
@@ -75,9 +73,9 @@ def test_the_command(tmp_path):
 def test_the_command_says_what_the_picture_leaves_out(tmp_path):
     path = tmp_path / "t.svg"
     output = succeeds("--method", "auto", "--stages", 16, "--minibatches", 40, "-o", path)
-    said = "20480 blocks are too narrow to draw. Columns show shares of time, in bins of 6, "
-    assert output.endswith(f"picture: {path}\n{said}without numbers.\n")
-    assert f"{said}without numbers." in path.read_text()
+    said = "20480 of 20480 blocks are too narrow for their number."
+    assert output.endswith(f"picture: {path}\n{said}\n")
+    assert said in path.read_text()
     assert "narrow" not in succeeds("--minibatches", 400, "-o", tmp_path / "t.json")
 
 
@@ -233,65 +231,12 @@ def figures(monkeypatch):
     return found
 
 
-def steps(figure):
-    return [patch for patch in figure.axes[0].patches if hasattr(patch, "get_data")]
-
-
-def color_of(span, devices):
-    """Return a block's color, with half as much white for a device's later stage."""
-    color = COLORS[span.kind]
-    if devices is None or devices.index(devices[span.stage]) == span.stage:
-        return color
-    numbers = [int(color[n : n + 2], 16) for n in (1, 3, 5)]
-    return "#" + "".join(f"{round((number + 255) / 2):02X}" for number in numbers)
-
-
-@pytest.mark.parametrize(
-    ("method", "stages", "minibatches", "more"),
-    [
-        ("pipedream", 16, 200, {}),
-        ("gpipe", 4, 150, {"microbatches": 7}),
-        ("spectrain", 3, 500, {"update": 0.3, "prediction": 0.2, "communication": 0.4}),
-        ("interleaved", 4, 101, {"backward": 1.3}),
-        ("zb-h1", 3, 90, {"microbatches": 4}),
-    ],
-)
-def test_what_is_too_narrow_is_drawn_as_shares_of_time(method, stages, minibatches, more, figures):
-    spans = list(simulate_method(method, stages, minibatches, **more))
-    devices = devices_under(method, stages)
-    said = draw_timeline("t.svg", spans, versions=True, devices=devices, communication=True)
-    (figure,) = figures
-    (axes,) = figure.axes
-    blocks = sum(span.kind in COMPUTE - {Kind.UPDATE} for span in spans)
-    assert said.startswith(f"{blocks} blocks are too narrow to draw. Columns show shares of time, ")
-    assert said.endswith(", without numbers or versions.")
-    assert axes.get_xlabel() == f"time\n{said}"
-    assert not axes.texts
-    shown = Counter()
-    for patch in steps(figure):
-        values, edges, baseline = patch.get_data()
-        color = to_hex(patch.get_facecolor()).upper()
-        height = 0.17 if color == SENT else 0.6
-        assert (values <= baseline + 1e-9).all()
-        assert patch.get_linewidth() == 0
-        shown[color] += float(((baseline - values) * np.diff(edges)).sum()) / height
-        width = np.diff(edges)[:-1] * 0.88 * 72 * figure.get_figwidth() / (edges[-1] - edges[0])
-        assert (width > 3.999).all() and len(width) > 100
-    simulated = Counter()
-    for span in spans:
-        simulated[color_of(span, devices)] += span.end - span.start
-    simulated = {color: time for color, time in simulated.items() if time}
-    assert {color: shown[color] for color in simulated} == pytest.approx(simulated)
-    assert sum(shown.values()) == pytest.approx(sum(simulated.values()))
-
-
 def test_blocks_lose_their_edges_and_numbers_first(figures):
     spans = list(simulate_method("pipedream", 16, 45, update=0.1))
     said = draw_timeline("t.svg", spans)
     (axes,) = figures[0].axes
     left_out = 2 * 16 * 45 - len(axes.texts)
     assert said == f"{left_out} of 1440 blocks are too narrow for their number."
-    assert not steps(figures[0])
     assert min(text.get_fontsize() for text in axes.texts) >= 5
     assert {width for one in axes.collections for width in one.get_linewidth()} == {0.5, 0}
     assert draw_timeline("t.svg", simulate_method("pipedream", 16, 40)) is None
