@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-SPLIT_HINT = (
-    "name submodules to cut before (split_points), or give a list of blocks with before= and after="
-)
+SPLIT_HINT = "name submodules to cut before (split_points), or give a list of blocks"
 
 Inputs = dict[str, Tensor]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -117,8 +117,6 @@ def partition(
     plan: str | os.PathLike[str] | Mapping[str, Any] | HasDocument | None = None,
     columns: Sequence[str] = (),
     split_points: Mapping[str, SplitPoint] | Sequence[str] | None = None,
-    before: Callable[[Any], Any] | None = None,
-    after: Callable[[Any], Any] | None = None,
     profile: Profile | Literal["parameters"] | None = None,
     speeds: Sequence[float] | None = None,
     bandwidth: float | Sequence[float] | None = None,
@@ -127,8 +125,7 @@ def partition(
     """Cut a model into stages so that the slowest stage is as fast as possible.
 
     Stages may share parameters (tied weights); pipelines train these as one. Stages keep the
-    model's parameter names; a list with ``before`` or ``after`` has ``before.*``, ``blocks.0.*``,
-    ..., ``after.*``. A model on the meta device is cut without values (see ``measure``), and
+    model's parameter names. A model on the meta device is cut without values (see ``measure``), and
     ``materialize`` fills each stage afterwards.
 
     Args:
@@ -156,8 +153,6 @@ def partition(
             a dict, columns that are neither in the example nor labels are dropped.
         split_points: names of submodules to cut before, or a mapping to ``SplitPoint``. With more
             than ``n_stages - 1`` of them, the best are used.
-        before, after: modules, or functions without parameters, to run before the first and after
-            the last of a list of blocks. They count as blocks.
         profile: used instead of measuring; it describes the blocks, or the parts between all split
             points. ``"parameters"`` counts a block's parameters, without embeddings, which gives
             the same cut in every process.
@@ -201,7 +196,7 @@ def partition(
     if isinstance(columns, str) or not all(isinstance(name, str) for name in columns):
         raise TypeError(f"columns: expected a sequence of names, got {columns!r}")
     kept = tuple(columns)
-    source = _source(model, n_stages, example_input, split_points, before, after, kept, planned)
+    source = _source(model, n_stages, example_input, split_points, kept, planned)
     blocks = source.blocks
     if planned is not None:
         planned.check(source.names, n_stages)
@@ -266,12 +261,10 @@ def profile_of(
     model: nn.Module | Sequence[nn.Module],
     example_input: Value | None = None,
     *,
-    before: Callable[[Any], Any] | None = None,
-    after: Callable[[Any], Any] | None = None,
     repeats: int = 5,
 ) -> Profile:
     """Measure the blocks between which ``partition`` would cut a model."""
-    source = _source(model, 1, example_input, None, before, after)
+    source = _source(model, 1, example_input, None)
     measured = _with_names(source.measure(repeats), source.names)
     shared = ties_of(source.blocks, parameters=True)
     return replace(measured, ties=_ties(source, source.blocks), shared=shared)
@@ -309,16 +302,10 @@ def _source(
     n_stages: int,
     example: Value | None,
     split_points: Mapping[str, SplitPoint] | Sequence[str] | None,
-    before: Callable[[Any], Any] | None,
-    after: Callable[[Any], Any] | None,
     kept: tuple[str, ...] = (),  # columns for the loss
     planned: PlannedCut | None = None,
 ) -> _Source:
     listed = not isinstance(model, nn.Module) or isinstance(model, (nn.Sequential, nn.ModuleList))
-    if not (before is None and after is None) and (not listed or split_points is not None):
-        raise ValueError(
-            f"before, after: for a list of blocks only, model is a {type(model).__name__}"
-        )
     modules = [model] if isinstance(model, nn.Module) else model
     for tensor in tensors_in(example):
         if tensor.is_meta and not is_valueless(*modules):
@@ -327,7 +314,7 @@ def _source(
                 "has no values; the model has, and needs some"
             )
     if listed and split_points is None:
-        return BlockList(blocks_of(model, before, after), example, kept, planned is not None)
+        return BlockList(blocks_of(model), example, kept, planned is not None)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     for name, module in () if listed else model.named_modules():

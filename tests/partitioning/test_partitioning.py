@@ -43,19 +43,16 @@ class Embeds(nn.Module):
         return self.tokens(batch["ids"])
 
 
-def test_before_and_after_a_list_of_blocks() -> None:
+def test_the_first_block_of_a_list_takes_a_mapping() -> None:
     torch.manual_seed(0)
-    blocks, before = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), Embeds()
-    batch, even = {"ids": torch.randint(7, (3, 5))}, taking(1, 1, 1, 1, 1)
-    parts = st.partition(blocks, 3, batch, before=before, after=torch.sum, profile=even)
-    expected = run([before, *blocks], batch).sum()
-    assert torch.equal(run(parts, batch), expected)
-    pipe = st.Pipeline(parts, sgd, lambda output, _: output, method="sync")
-    names = ["before.tokens.weight"]
-    names += [f"blocks.{k}.{leaf}" for k in range(3) for leaf in ("weight", "bias")]
-    assert list(pipe.state_dict()) == names
-    measured = st.partition(list(blocks), 2, batch, before=before).profile
-    assert [b.name for b in measured.blocks] == ["before", *(f"blocks.{k}" for k in range(3))]
+    blocks = [Embeds(), *(nn.Linear(4, 4) for _ in range(3))]
+    batch = {"ids": torch.randint(7, (3, 5))}
+    parts = st.partition(blocks, 3, batch, profile=taking(1, 1, 1, 1))
+    expected = run(blocks, batch).sum()
+    assert torch.equal(run(parts, batch).sum(), expected)
+    pipe = st.Pipeline(parts, sgd, lambda output, _: output.sum(), method="sync")
+    names = [f"{k}.{leaf}" for k in (1, 2, 3) for leaf in ("weight", "bias")]
+    assert list(pipe.state_dict()) == ["0.tokens.weight", *names]
     assert len(list(pipe.run([batch, batch]))) == 2
 
 
@@ -243,9 +240,6 @@ def test_bad_cuts_by_hand(model: Any, ends: list[int], error: Any, why: str) -> 
         ([RELU], 1, {"profile": "time"}, ValueError, "a Profile or 'parameters', got 'time'"),
         ([RELU], 1, {"profile": taking(1, 1)}, ValueError, "expected 1 blocks, as the model has"),
         (layers(1, 1, 1), 2, {"speeds": (4, 1, 1)}, ValueError, "speeds: expected"),
-        ([RELU], 1, {"before": 3}, TypeError, "before: expected a module or a function, got int"),
-        ([RELU], 1, {"after": nn.Linear(2, 2).forward}, TypeError, "after: .* method of a Linear"),
-        (Embeds(), 1, {"before": RELU}, ValueError, "for a list of blocks only, model is a Embeds"),
         (Embeds(), 1, {**MAPPED, "columns": "ids"}, TypeError, "a sequence of names, got 'ids'"),
         ([RELU, nn.Tanh()], 2, {**MAPPED, "columns": ["ids"]}, ValueError, "the first takes the w"),
     ],

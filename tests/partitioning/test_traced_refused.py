@@ -261,7 +261,7 @@ class Number(Two):
 @pytest.mark.parametrize(
     ("model", "more", "error", "why"),
     [
-        (Two(Calls(branching)), {}, RuntimeError, "cannot trace the model .*before= and after="),
+        (Two(Calls(branching)), {}, RuntimeError, "cannot trace the model .*list of blocks"),
         (Number(), {"split_points": ["last"]}, ValueError, "the model returns 3, expected"),
         (Two(), {"example_input": (EXAMPLE, 3), "split_points": ["last"]}, TypeError, "a int at 1"),
         (Two(), {"split_points": ["tail"]}, ValueError, "split_points: .* has no submodule 'tail'"),
