@@ -6,7 +6,6 @@ import inspect
 import random
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from types import MethodType
@@ -40,7 +39,7 @@ def traces(
         _with_signature(model, columns),
         modes_kept(model),
         _switching_modes(model) as switch,
-        _checking_attributes(model),
+        _refusing_assigned_buffers(model),
     ):
         if once:
             with torch.enable_grad():
@@ -235,45 +234,25 @@ def _undoing_draws() -> Iterator[list[str]]:
 
 
 @contextmanager
-def _checking_attributes(model: nn.Module) -> Iterator[None]:
-    """Warn if the forward changes module attributes; raise if it reassigns a module buffer."""
-    changed: set[str] = set()
-    replaced: set[str] = set()
-
-    def kept() -> dict[str, object]:
-        return {
-            f"{prefix}.{name}" if prefix else name: value
-            for prefix, module in model.named_modules()
-            for name, value in (*vars(module).items(), *module._buffers.items())
-            if isinstance(value, (int, float, str, Tensor)) and name != "training"
-        }
+def _refusing_assigned_buffers(model: nn.Module) -> Iterator[None]:
+    """Raise if the forward assigns to a saved buffer, which torch.export may leave out."""
+    saved = model.state_dict(keep_vars=True).keys()
+    before: dict[str, Tensor] = {}
+    assigned: set[str] = set()
 
     def begin(*_: object) -> None:
-        before.update(kept())
+        before.update(model.named_buffers())
 
     def end(*_: object) -> None:
-        for name, value in kept().items():
-            was = before.get(name)
-            if not isinstance(value, Tensor):
-                if was != value:
-                    changed.add(name)
-            elif name in saved and was is not value:
-                replaced.add(name)
+        now = model.named_buffers()
+        assigned.update(name for name, b in now if name in saved and b is not before.get(name))
 
-    before: dict[str, object] = {}
-    saved = set(model.state_dict(keep_vars=True))
     with hooked([model], begin, end):
         yield
-    if replaced:
+    if assigned:
         raise RuntimeError(
-            f"the model's forward assigns to the module buffer {', '.join(sorted(replaced))}, and "
+            f"the model's forward assigns to the module buffer {', '.join(sorted(assigned))}, and "
             "a graph would leave that out; change it in place, as by copy_()"
-        )
-    if changed:
-        warnings.warn(
-            f"the model's forward changes {', '.join(sorted(changed))}; stages of a traced model "
-            "do what it did the first time",
-            stacklevel=5,
         )
 
 

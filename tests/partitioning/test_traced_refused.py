@@ -166,19 +166,6 @@ def test_numbers_that_torch_does_not_draw(draw: Callable[[], float]) -> None:
     assert (random.getstate(), numpy.random.get_state()[2]) == (python, legacy)
 
 
-def test_code_that_counts_is_warned_of() -> None:
-    def count(self: Any, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x / self.calls
-
-    model = Two(Calls(count))
-    model.middle.calls = 2
-    with pytest.warns(UserWarning, match=r"forward changes middle\.calls; stages of a traced mod"):
-        split(model)
-    assert model.middle.calls == 3  # the example has been run once, and traced without a trace
-    assert not model._forward_hooks
-
-
 class Rounds(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
