@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -22,9 +22,6 @@ from .own_loss import OwnLoss
 from .profile import Profile, Tie, measure_on_rank_0, profile_by_parameters, written_buffers
 from .provenance import is_valueless, storage_of
 from .traced import Traceable
-
-if TYPE_CHECKING:
-    from torch.distributed.pipelining import SplitPoint
 
 _logger = logging.getLogger(__name__)
 
@@ -116,7 +113,7 @@ def partition(
     *,
     plan: str | os.PathLike[str] | Mapping[str, Any] | HasDocument | None = None,
     columns: Sequence[str] = (),
-    split_points: Mapping[str, SplitPoint] | Sequence[str] | None = None,
+    split_points: Sequence[str] | None = None,
     profile: Profile | Literal["parameters"] | None = None,
     speeds: Sequence[float] | None = None,
     bandwidth: float | Sequence[float] | None = None,
@@ -151,8 +148,8 @@ def partition(
             columns are dropped, as in transformers' ``Trainer``, unless ``forward`` has a parameter
             of that name or they are ``label``, ``labels`` or ``label_ids``. For a model that takes
             a dict, columns that are neither in the example nor labels are dropped.
-        split_points: names of submodules to cut before, or a mapping to ``SplitPoint``. With more
-            than ``n_stages - 1`` of them, the best are used.
+        split_points: names of submodules to cut before. With more than ``n_stages - 1`` of them,
+            the best are used.
         profile: used instead of measuring; it describes the blocks, or the parts between all split
             points. ``"parameters"`` counts a block's parameters, without embeddings, which gives
             the same cut in every process.
@@ -301,7 +298,7 @@ def _source(
     model: nn.Module | Sequence[nn.Module],
     n_stages: int,
     example: Value | None,
-    split_points: Mapping[str, SplitPoint] | Sequence[str] | None,
+    split_points: Sequence[str] | None,
     kept: tuple[str, ...] = (),  # columns for the loss
     planned: PlannedCut | None = None,
 ) -> _Source:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from operator import eq
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -29,34 +29,22 @@ from .programs import Bound, Graphs, Mode, Port, Program, State, TracedStage
 from .provenance import is_valueless, slots_of
 from .tracing import MODE_NAMES, TracedModel, traces
 
-if TYPE_CHECKING:
-    from torch.distributed.pipelining import SplitPoint
-
 
 def split(
     model: nn.Module,
     example_input: Value,
-    split_points: Mapping[str, SplitPoint] | Sequence[str],
+    split_points: Sequence[str],
     once: bool = False,  # trace only the model's present mode, for these sizes
     columns: Columns = BY_POSITION,
 ) -> list[TracedStage]:
-    """Trace a model and cut it before (or after) the named submodules; the model is unchanged."""
-    # Not at the top, because it doubles this package's import time.
-    from torch.distributed.pipelining import SplitPoint
-
-    points = (
-        dict(split_points)
-        if isinstance(split_points, Mapping)
-        else dict.fromkeys(split_points, SplitPoint.BEGINNING)
-    )
+    """Trace a model and cut it before the named submodules; the model is unchanged."""
     modules = dict(model.named_modules())
-    for name in points:
+    for name in split_points:
         if name not in modules or not name:
             raise ValueError(f"split_points: the model has no submodule {name!r}")
     arguments: Any = example_input if isinstance(example_input, tuple) else (example_input,)
-    before = {modules[n] for n, point in points.items() if point is SplitPoint.BEGINNING}
-    after = {modules[n] for n, point in points.items() if point is SplitPoint.END}
-    return _Assembly(model, traces(model, arguments, before, after, once, columns)).stages()
+    begins = {modules[name] for name in split_points}
+    return _Assembly(model, traces(model, arguments, begins, once, columns)).stages()
 
 
 class _Assembly:
@@ -246,7 +234,7 @@ class Traceable:
         model: nn.Module,
         n_stages: int,
         example: Value,
-        split_points: Mapping[str, SplitPoint] | Sequence[str] | None,
+        split_points: Sequence[str] | None,
         kept: tuple[str, ...],  # columns for the loss
         planned: Sequence[str] | None,  # the plan's names of blocks
     ) -> None:

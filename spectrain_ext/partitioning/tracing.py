@@ -27,15 +27,14 @@ TracedModel = list[tuple[Program, dict[str, Tensor]]]
 def traces(
     model: nn.Module,
     arguments: tuple[Tensor, ...],
-    before: set[nn.Module],  # each begins a stage
-    after: set[nn.Module],  # each ends a stage
+    begins: set[nn.Module],  # each begins a stage
     once: bool = False,  # only the present mode, with gradients, for these sizes
     columns: Columns = BY_POSITION,
 ) -> dict[Mode, list[TracedModel] | str]:
     """Trace a model in its present mode (first in the result), in training and in evaluation."""
     by_mode: dict[Mode, list[TracedModel] | str] = {}
     with (
-        _marked(before, after),
+        _marked(begins),
         _with_signature(model, columns),
         modes_kept(model),
         _switching_modes(model) as switch,
@@ -166,24 +165,18 @@ def _exported(
 
 
 @contextmanager
-def _marked(before: set[nn.Module], after: set[nn.Module]) -> Iterator[None]:
-    """Mark in the trace where these modules begin or end."""
-    from torch.distributed.pipelining import pipe_split
+def _marked(begins: set[nn.Module]) -> Iterator[None]:
+    """Mark in the trace where these modules begin."""
+    from torch.distributed.pipelining import pipe_split  # it doubles this package's import time
 
-    def begins(module: nn.Module, *given: Any, **more: Any) -> Any:
+    def marked(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         pipe_split()
-        return kept[module](*given, **more)
+        return forwards[module](*args, **kwargs)
 
-    def ends(module: nn.Module, *given: Any, **more: Any) -> Any:
-        made = kept[module](*given, **more)
-        pipe_split()
-        return made
-
-    kept = {module: module.forward for module in before | after}
+    forwards = {module: module.forward for module in begins}
     with ExitStack() as stack:
-        for module in kept:
-            marked = MethodType(begins if module in before else ends, module)
-            stack.enter_context(_patched(module, "forward", marked))
+        for module in forwards:
+            stack.enter_context(_patched(module, "forward", MethodType(marked, module)))
         yield
 
 
