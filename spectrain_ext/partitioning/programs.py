@@ -17,8 +17,7 @@ from .outline import Columns, set_mode
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
-# (training, whether gradients are enabled); None: the modules' original modes
-Mode = tuple[bool | None, bool]
+Mode = bool | None  # training; None: the modules' original modes
 _SIZES = ("aten.sym_size.int", "aten.sym_numel.default", "aten.sym_stride.int")
 
 
@@ -204,7 +203,7 @@ class TracedStage(nn.Module):
         self.part = part
         self._modes = modes
         # The stage's mode that stands for the modules' mixed ones, until train() or eval().
-        self._mixed: bool | None = training if (None, True) in modes else None
+        self._mixed: bool | None = training if None in modes else None
         self.columns: Columns | None = None  # set on a first stage that takes mappings
         set_mode(self, training)
 
@@ -220,8 +219,7 @@ class TracedStage(nn.Module):
 
     def train(self, mode: bool = True) -> TracedStage:
         """Select the training or evaluation graph; RuntimeError if there is none."""
-        why = self._modes[mode, True]
-        if isinstance(why, str) and isinstance(self._modes[mode, False], str):
+        if isinstance(why := self._modes[mode], str):
             raise RuntimeError(f"{'train' if mode else 'eval'}: {why}")
         self._mixed = None
         set_mode(self, mode)
@@ -232,8 +230,7 @@ class TracedStage(nn.Module):
         if self.columns is not None:
             value = tuple(self.columns.of(value).values())
         tensors = value if isinstance(value, tuple) else (value,)
-        mode = None if self._mixed is self.training else self.training
-        graphs = self._modes[mode, torch.is_grad_enabled()]
+        graphs = self._modes[None if self._mixed is self.training else self.training]
         if isinstance(graphs, str):
             raise RuntimeError(f"forward: {graphs}")
         for graph in graphs[:-1]:

@@ -59,17 +59,14 @@ class _Assembly:
             self._names.setdefault(tensor, []).append(name)
             if key in owner._non_persistent_buffers_set:
                 self._transient.add(name)
-        (first, _), traces = next(iter(by_mode.items()))
+        first, traces = next(iter(by_mode.items()))
         assert not isinstance(traces, str)
         self._first, self._first_name = traces[-1], MODE_NAMES[first]
         self._users: dict[Tensor, set[int]] = {}  # the stages that need a tensor
         self._modes: dict[Mode, list[TracedModel] | str] = {}
         for mode, graphs in by_mode.items():
             if not isinstance(graphs, str):
-                name = MODE_NAMES[mode[0]]
-                if graphs is not by_mode[mode[0], True]:
-                    name += " without gradients"
-                graphs = self._mismatch(graphs[-1], name) or self._usable(graphs)
+                graphs = self._mismatch(graphs[-1], MODE_NAMES[mode]) or self._usable(graphs)
             self._modes[mode] = graphs
             for trace in graphs if not isinstance(graphs, str) else ():
                 for k, (_, state) in enumerate(trace):

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from .outline import BY_POSITION, Columns, hooked, modes_kept
 from .programs import Mode, Program, programs_of
 
-MODES = (True, False)
 MODE_NAMES = {True: "in training", False: "in evaluation", None: "as it is"}
 
 #: The stages of a model in one mode, each with its state.
@@ -28,12 +27,13 @@ def traces(
     model: nn.Module,
     arguments: tuple[Tensor, ...],
     begins: set[nn.Module],  # each begins a stage
-    once: bool = False,  # only the present mode, with gradients, for these sizes
+    once: bool = False,  # only the present mode, for these sizes
     columns: Columns = BY_POSITION,
 ) -> dict[Mode, list[TracedModel] | str]:
     """Trace a model in its present mode (first in the result), in training and in evaluation."""
     by_mode: dict[Mode, list[TracedModel] | str] = {}
     with (
+        torch.enable_grad(),
         _marked(begins),
         _with_signature(model, columns),
         modes_kept(model),
@@ -41,39 +41,20 @@ def traces(
         _refusing_assigned_buffers(model),
     ):
         if once:
-            with torch.enable_grad():
-                return {(None, True): [_exported(model, columns, arguments, "as it is", None)]}
+            return {None: [_exported(model, columns, arguments, MODE_NAMES[None], None)]}
         original = [module.training for module in model.modules()]
-        first = _traced(model, columns, arguments, "as it is")
-        for mode in MODES:
+        first = _sized(model, columns, arguments, MODE_NAMES[None])
+        for mode in (True, False):
             name = MODE_NAMES[mode]
             try:
                 switch(mode)
                 same = [module.training for module in model.modules()] == original
-                traced = first if same else _traced(model, columns, arguments, name)
+                by_mode[mode] = first if same else _sized(model, columns, arguments, name)
             except (RuntimeError, ValueError) as error:
-                traced = {grad: f"the stages cannot do that {name}: {error}" for grad in MODES}
-            by_mode.update({(mode, grad): graphs for grad, graphs in traced.items()})
-    if all(by_mode[mode, True] is not first[True] for mode in MODES):
-        by_mode.update({(None, grad): graphs for grad, graphs in first.items()})
-    return dict(sorted(by_mode.items(), key=lambda item: item[1] is not first[True]))
-
-
-def _traced(
-    model: nn.Module, columns: Columns, arguments: tuple[Tensor, ...], name: str
-) -> dict[bool, list[TracedModel] | str]:
-    """Trace a model with gradients enabled, and also disabled if its code checks for that."""
-    by_grad: dict[bool, list[TracedModel] | str] = {}
-    with torch.enable_grad(), _recording_grad_checks() as asked:
-        by_grad[True] = _sized(model, columns, arguments, name)
-    by_grad[False] = by_grad[True]
-    if asked:
-        try:
-            with torch.no_grad():
-                by_grad[False] = _sized(model, columns, arguments, f"{name} without gradients")
-        except (RuntimeError, ValueError) as error:
-            by_grad[False] = f"the stages cannot do that {name} with gradients disabled: {error}"
-    return by_grad
+                by_mode[mode] = f"the stages cannot do that {name}: {error}"
+    if all(traced is not first for traced in by_mode.values()):
+        by_mode[None] = first
+    return dict(sorted(by_mode.items(), key=lambda item: item[1] is not first))
 
 
 def _sized(
@@ -250,23 +231,6 @@ def _refusing_assigned_buffers(model: nn.Module) -> Iterator[None]:
 
 
 _patching = threading.RLock()  # held while functions of torch are replaced
-
-
-@contextmanager
-def _recording_grad_checks() -> Iterator[list[str]]:
-    """Record which modules, other than torch's, check whether gradients are enabled."""
-    asked: list[str] = []
-    real = torch.is_grad_enabled
-
-    def is_grad_enabled() -> bool:
-        name = sys._getframe(1).f_globals.get("__name__", "")
-        # torch's own checks choose between two ways to compute the same values.
-        if name != "torch" and not name.startswith("torch."):
-            asked.append(name)
-        return real()
-
-    with _patching, _patched(torch, "is_grad_enabled", is_grad_enabled):
-        yield asked
 
 
 @contextmanager

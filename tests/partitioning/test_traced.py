@@ -139,9 +139,6 @@ SPLIT = {
     "never trained norm": Kind(lambda: FrozenNorm(nn.BatchNorm1d(4)).train(), SEVERAL),
     "dropout": Kind(lambda: Two(nn.Dropout())),
     "branch by mode": Kind(lambda: Two(Calls(noise))),
-    "branch by gradients": Kind(
-        lambda: Two(Calls(lambda _, x: x * 2.0 if torch.is_grad_enabled() else x * 3.0))
-    ),
     "custom operator": Kind(lambda: Two(Calls(lambda _, x: rounded(x * 1.0)))),
     "skip connections": Kind(Skips, SEVERAL, ("layers.1", "norm")),
     "other results in evaluation": Kind(lambda: Heads(nn.ReLU())),
