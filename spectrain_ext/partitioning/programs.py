@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,15 +27,13 @@ class Port:
     source: tuple[str, str]  # the module that made it, and the operation
     shape: tuple[int | None, ...]  # None: any size
     dtype: torch.dtype
-    sizes: tuple[str, ...]  # in terms of the symbolic sizes of the trace's inputs
 
     @classmethod
     def of(cls, node: fx.Node) -> Port:
         value = node.meta["val"]
         stack = list(node.meta.get("nn_module_stack", {}).values())
         source = (stack[-1][0] if stack else "", str(node.target))
-        fixed = tuple(_fixed(size) for size in value.shape)
-        return cls(node.name, source, fixed, value.dtype, tuple(map(str, value.shape)))
+        return cls(node.name, source, tuple(map(_fixed, value.shape)), value.dtype)
 
     def takes(self, tensor: Tensor) -> bool:
         sizes = tensor.shape
@@ -68,7 +66,9 @@ class Program:
         self._module = module
         self._form = form
         self._guards = guards
-        #: why a single sample has no program, if this one is not for it
+        # Of a single sample, for which the guards fail: which inputs are of samples, and what the
+        # model does otherwise (None: nothing).
+        self.sampled: Sequence[bool] = ()
         self.single_sample_error: str | None = None
         self._dtypes = [t.dtype for t in tensors]
         nodes = [node for part in _graphs(module) for node in part.graph.nodes]
@@ -80,10 +80,6 @@ class Program:
         self._moved: dict[torch.device, fx.GraphModule] | None = None
         if any(isinstance(c, torch.device) for c in constants) or any(map(_enters_autocast, nodes)):
             self._moved = {self._device: module}
-
-    @property
-    def code(self) -> str:
-        return str(self._module.code)
 
     def __deepcopy__(self, memo: object) -> Program:
         return self
@@ -109,14 +105,17 @@ class Program:
     def branch_error(self, tensors: Sequence[Tensor]) -> str | None:
         if self._guards is None:
             return None
-        try:
-            self._guards(*tensors)
-        except AssertionError as error:
-            if self.single_sample_error is not None and tensors[0].shape[:1] == (1,):
+        if self.sampled and tensors[0].shape[:1] == (1,):
+            if self.single_sample_error is not None:
                 return (
                     f"a single sample: {self.single_sample_error}; leave such a batch out "
                     "(drop_last=True), or have fewer microbatches"
                 )
+            pairs = zip(tensors, self.sampled, strict=True)
+            tensors = [t.expand(2, *t.shape[1:]) if many else t for t, many in pairs]
+        try:
+            self._guards(*tensors)
+        except AssertionError as error:
             return (
                 f"{error}, got shapes {[tuple(t.shape) for t in tensors]}; the model does "
                 "something else there than with example_input: cut it with one of such sizes"
@@ -181,8 +180,8 @@ class Bound:
         return self.program(tensors, [getattr(owner, name) for owner, name in self.slots])
 
 
-#: The graphs of each mode, of which the first that fits the sizes is used; or why there are none.
-Graphs = dict[Mode, "tuple[Bound, ...] | str"]
+#: The graph of each mode, or why there is none.
+Graphs = dict[Mode, "Bound | str"]
 
 
 class TracedStage(nn.Module):
@@ -210,8 +209,8 @@ class TracedStage(nn.Module):
     @property
     def takes(self) -> int:
         """Number of input tensors."""
-        graphs = next(graphs for graphs in self._modes.values() if not isinstance(graphs, str))
-        return len(graphs[-1].program.inputs)
+        graph = next(graph for graph in self._modes.values() if not isinstance(graph, str))
+        return len(graph.program.inputs)
 
     def full_name(self, name: str) -> str:
         """Return the uncut model's name of a parameter or module buffer of this stage."""
@@ -230,30 +229,23 @@ class TracedStage(nn.Module):
         if self.columns is not None:
             value = tuple(self.columns.of(value).values())
         tensors = value if isinstance(value, tuple) else (value,)
-        graphs = self._modes[None if self._mixed is self.training else self.training]
-        if isinstance(graphs, str):
-            raise RuntimeError(f"forward: {graphs}")
-        for graph in graphs[:-1]:
-            if graph.program.shape_error(tensors) is None:
-                return graph(tensors)
-        return graphs[-1](tensors)
+        graph = self._modes[None if self._mixed is self.training else self.training]
+        if isinstance(graph, str):
+            raise RuntimeError(f"forward: {graph}")
+        return graph(tensors)
 
 
-def programs_of(
-    exported: ExportedProgram,
-    carried: Sequence[Set[str]],  # by stage, inputs of the model that arrive there even if unused
-) -> list[tuple[Program, dict[str, Tensor]]]:
+def programs_of(exported: ExportedProgram) -> list[tuple[Program, dict[str, Tensor]]]:
     """Cut an exported model at its marks; return each stage's program and state."""
-    cutter = _Cutter(exported, carried)
+    cutter = _Cutter(exported)
     return [cutter.program(k) for k in range(cutter.stages)]
 
 
 class _Cutter:
     """Splits an exported model's graph by the stages that make and need its values."""
 
-    def __init__(self, exported: ExportedProgram, carried: Sequence[Set[str]]) -> None:
+    def __init__(self, exported: ExportedProgram) -> None:
         self._module = exported.module()
-        self._carried = carried
         self._guards: nn.Module | None = None
         self._inputs: list[fx.Node] = []
         self._returned: list[fx.Node] = []
@@ -341,8 +333,6 @@ class _Cutter:
         if k == 0:
             return self._inputs
         later = set().union(*self._needs[k:])
-        carried = self._carried[k] if k < len(self._carried) else ()
-        later.update(node for node in self._inputs if node.name in carried)
         return sorted(n for n in later if self._home[n] < k)
 
     def program(self, k: int) -> tuple[Program, dict[str, Tensor]]:

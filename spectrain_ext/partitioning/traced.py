@@ -50,7 +50,7 @@ def split(
 class _Assembly:
     """Makes stages from a model's traces."""
 
-    def __init__(self, model: nn.Module, by_mode: dict[Mode, list[TracedModel] | str]) -> None:
+    def __init__(self, model: nn.Module, by_mode: dict[Mode, TracedModel | str]) -> None:
         self._model = model
         self._names: dict[Tensor, list[str]] = {}  # all names of each parameter and module buffer
         self._transient: set[str] = set()  # names of buffers that are not saved
@@ -61,17 +61,16 @@ class _Assembly:
                 self._transient.add(name)
         first, traces = next(iter(by_mode.items()))
         assert not isinstance(traces, str)
-        self._first, self._first_name = traces[-1], MODE_NAMES[first]
+        self._first, self._first_name = traces, MODE_NAMES[first]
         self._users: dict[Tensor, set[int]] = {}  # the stages that need a tensor
-        self._modes: dict[Mode, list[TracedModel] | str] = {}
-        for mode, graphs in by_mode.items():
-            if not isinstance(graphs, str):
-                graphs = self._mismatch(graphs[-1], MODE_NAMES[mode]) or self._usable(graphs)
-            self._modes[mode] = graphs
-            for trace in graphs if not isinstance(graphs, str) else ():
-                for k, (_, state) in enumerate(trace):
-                    for tensor in state.values():
-                        self._users.setdefault(tensor, set()).add(k)
+        self._modes: dict[Mode, TracedModel | str] = {}
+        for mode, trace in by_mode.items():
+            if not isinstance(trace, str):
+                trace = self._mismatch(trace, MODE_NAMES[mode]) or trace
+            self._modes[mode] = trace
+            for k, (_, state) in enumerate(trace if not isinstance(trace, str) else ()):
+                for tensor in state.values():
+                    self._users.setdefault(tensor, set()).add(k)
         for tensor in self._names:
             self._users.setdefault(tensor, {self._home(tensor)})
 
@@ -101,8 +100,8 @@ class _Assembly:
                 if path in modules:
                     vars(owner)["origin"] = modules[path]
         kept: Graphs = {
-            mode: graphs if isinstance(graphs, str) else tuple(bound(*trace[k]) for trace in graphs)
-            for mode, graphs in self._modes.items()
+            mode: trace if isinstance(trace, str) else bound(*trace[k])
+            for mode, trace in self._modes.items()
         }
         return TracedStage(part, kept, self._model.training)
 
@@ -132,41 +131,6 @@ class _Assembly:
             path.pop()
         return len(self._first) - 1
 
-    def _usable(self, graphs: list[TracedModel]) -> list[TracedModel]:
-        """Leave out the graph for a single sample if a stage cannot recognize one."""
-        *single, many = graphs
-        if not single or self._distinguishable(single[0], many):
-            return graphs
-        program, _ = many[0]
-        program.single_sample_error = (
-            "the model does something else with one, of which no later stage could tell"
-        )
-        return [many]
-
-    def _distinguishable(self, single: TracedModel, many: TracedModel) -> bool:
-        """Whether each stage knows by its inputs which graph to run, or both graphs are alike."""
-        if len(single) != len(many):
-            return False
-        samples = {
-            other.sizes[0]
-            for one, other in zip(single[0][0].inputs, many[0][0].inputs, strict=True)
-            if one.shape[:1] == (1,) and other.shape[:1] == (None,)
-        }
-        for (one, state), (other, others) in zip(single, many, strict=True):
-            its, theirs = [*map(id, state.values())], [*map(id, others.values())]
-            has_one_sample = any(
-                size == 1 and symbol in samples
-                for port, wide in zip(one.inputs, other.inputs, strict=False)
-                for size, symbol in zip(port.shape, wide.sizes, strict=False)
-            )
-            if not (
-                _alike(one.inputs, other.inputs, False)
-                and {id(t) for t in state.values() if t in self._names} <= set(theirs)
-                and (has_one_sample or (one.code == other.code and its == theirs))
-            ):
-                return False
-        return True
-
     def _mismatch(self, trace: TracedModel, mode: str) -> str | None:
         """Return why its stages cannot replace those of the first trace, or None."""
         first, first_mode = self._first, self._first_name
@@ -193,13 +157,10 @@ class _Assembly:
         return None
 
 
-def _alike(here: Sequence[Port], there: Sequence[Port], sizes: bool = True) -> bool:
+def _alike(here: Sequence[Port], there: Sequence[Port]) -> bool:
     """Whether the same tensors pass; several must also have the same sources."""
     return len(here) == len(there) and all(
-        a.dtype == b.dtype
-        and len(a.shape) == len(b.shape)
-        and (not sizes or a.shape == b.shape)
-        and (len(here) == 1 or a.source == b.source)
+        a.dtype == b.dtype and a.shape == b.shape and (len(here) == 1 or a.source == b.source)
         for a, b in zip(here, there, strict=True)
     )
 

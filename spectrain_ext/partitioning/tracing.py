@@ -6,7 +6,7 @@ import inspect
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import MethodType
 from typing import Any
@@ -14,8 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spectrain_ext.transport.message import tensors_in
+
 from .outline import BY_POSITION, Columns, hooked, modes_kept
+from .profile import forked_rng, untouched
 from .programs import Mode, Program, programs_of
+from .provenance import close
 
 MODE_NAMES = {True: "in training", False: "in evaluation", None: "as it is"}
 
@@ -29,9 +33,9 @@ def traces(
     begins: set[nn.Module],  # each begins a stage
     once: bool = False,  # only the present mode, for these sizes
     columns: Columns = BY_POSITION,
-) -> dict[Mode, list[TracedModel] | str]:
+) -> dict[Mode, TracedModel | str]:
     """Trace a model in its present mode (first in the result), in training and in evaluation."""
-    by_mode: dict[Mode, list[TracedModel] | str] = {}
+    by_mode: dict[Mode, TracedModel | str] = {}
     with (
         torch.enable_grad(),
         _marked(begins),
@@ -41,7 +45,7 @@ def traces(
         _refusing_assigned_buffers(model),
     ):
         if once:
-            return {None: [_exported(model, columns, arguments, MODE_NAMES[None], None)]}
+            return {None: _exported(model, columns, arguments, MODE_NAMES[None])}
         original = [module.training for module in model.modules()]
         first = _sized(model, columns, arguments, MODE_NAMES[None])
         for mode in (True, False):
@@ -59,35 +63,48 @@ def traces(
 
 def _sized(
     model: nn.Module, columns: Columns, arguments: tuple[Tensor, ...], name: str
-) -> list[TracedModel]:
-    """Trace a model for all sizes that it treats alike, and separately for one sample if needed."""
-    every = [range(argument.dim()) for argument in arguments]
+) -> TracedModel:
+    """Trace a model for all sizes that it treats alike."""
     size = arguments[0].shape[0] if arguments and arguments[0].dim() else 0
-    sampled = [a.dim() > 0 and a.shape[0] == size for a in arguments]
-    # Size 1 is special for broadcasting and strides.
-    single, several = arguments, arguments
-    if size == 1:
-        pairs = zip(arguments, sampled, strict=True)
-        several = tuple(torch.cat([a, a]).detach() if many else a for a, many in pairs)
-    elif size:
-        single = tuple(a[:1] if many else a for a, many in zip(arguments, sampled, strict=True))
-    try:
-        trace = _exported(model, columns, several, name, every)
-        program = trace[0][0]
-        if size == 1 and (why := program.shape_error(single)) is not None:
-            raise ValueError(why)
-    except (RuntimeError, ValueError):
-        if size != 1:
-            raise
-        return [_exported(model, columns, single, name, every)]
-    if size and program.shape_error(single) is None and program.branch_error(single) is not None:
-        rest = [dims[many:] for dims, many in zip(every, sampled, strict=True)]
+    sampled = [size > 0 and a.dim() > 0 and a.shape[0] == size for a in arguments]
+    pairs = list(zip(arguments, sampled, strict=True))
+    if size != 1:
+        trace = _exported(model, columns, arguments, name, dynamic=True)
+        arguments = tuple(a[:1] if many else a for a, many in pairs)
+    else:  # torch.export takes a size of 1 for a constant
         try:
-            carried = [{port.name for port in stage.inputs} for stage, _ in trace]
-            return [_exported(model, columns, single, name, rest, carried), trace]
-        except (RuntimeError, ValueError) as error:  # for example BatchNorm refuses one sample
-            program.single_sample_error = str(error)
-    return [trace]
+            two = tuple(torch.cat([a, a]).detach() if many else a for a, many in pairs)
+            trace = _exported(model, columns, two, name, dynamic=True)
+            if (why := trace[0][0].shape_error(arguments)) is not None:
+                raise ValueError(why)
+        except (RuntimeError, ValueError):
+            return _exported(model, columns, arguments, name, dynamic=True)
+    program = trace[0][0]
+    if size and program.shape_error(arguments) is None and program.branch_error(arguments):
+        # Often it is only torch that computes the same otherwise, because strides are free.
+        program.sampled = sampled
+        program.single_sample_error = _difference(model, columns, arguments, trace)
+    return trace
+
+
+def _difference(
+    model: nn.Module, columns: Columns, arguments: tuple[Tensor, ...], trace: TracedModel
+) -> str | None:
+    """Return what a model does otherwise than its trace, or None."""
+    args, kwargs = columns.arguments(arguments)
+    try:
+        with torch.no_grad(), untouched(model), forked_rng([model]):
+            torch.manual_seed(0)
+            expected = list(tensors_in(model(*args, **kwargs)))
+            torch.manual_seed(0)
+            value: Any = arguments
+            for program, state in trace:
+                value = program(value if isinstance(value, tuple) else (value,), [*state.values()])
+            pairs = zip(tensors_in(value), expected, strict=True)
+            same = all(a.shape == b.shape and close(a, b) for a, b in pairs)
+    except Exception as error:  # for example BatchNorm refuses one sample
+        return f"{type(error).__name__}: {error}"
+    return None if same else "the model does something else with one"
 
 
 def _exported(
@@ -95,21 +112,17 @@ def _exported(
     columns: Columns,
     arguments: tuple[Tensor, ...],
     name: str,
-    free: Sequence[Sequence[int]] | None,  # dynamic dimensions of each argument
-    carried: Sequence[Set[str]] = (),
+    dynamic: bool = False,  # for other sizes too, as far as the model allows
 ) -> TracedModel:
     from torch.export import Dim, export
     from torch.fx.experimental import _config
 
     args, kwargs = columns.arguments(arguments)
     shapes = None
-    if free is not None:
+    if dynamic:
         sizes = tuple(
-            {
-                dim: Dim.AUTO if dim in dims and (dim == 0 or size > 1) else Dim.STATIC
-                for dim, size in enumerate(argument.shape)
-            }
-            for argument, dims in zip(arguments, free, strict=True)
+            {d: Dim.AUTO if not d or n > 1 else Dim.STATIC for d, n in enumerate(argument.shape)}
+            for argument in arguments
         )
         given, named = columns.arguments(sizes)
         shapes = named or given
@@ -142,7 +155,7 @@ def _exported(
             f"the model has a backward of its own {name}, {', '.join(sorted(own))}, and a graph "
             "would have its forward's derivative; make it a torch.library.custom_op"
         )
-    return programs_of(exported, carried)
+    return programs_of(exported)
 
 
 @contextmanager

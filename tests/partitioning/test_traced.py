@@ -86,14 +86,6 @@ def folding() -> nn.Module:
     return Calls(call, first=nn.Linear(4, 4), attention=part, last=nn.Linear(4, 2))
 
 
-class Passes(Two):
-    """Treats a single sample in another way, and its last stage sees the samples."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.last(self.middle(self.first(x).sum(0)))
-        return y * (5.0 if x.size(0) == 1 else 1.0) + x.sum(1, keepdim=True)
-
-
 class Unused(Two):
     """Has parameters and a buffer that no graph uses, which checkpoints keep."""
 
@@ -148,7 +140,6 @@ SPLIT = {
     ),
     "rows": Kind(folding, ((3, 5, 4), (1, 5, 4), (2, 3, 4), (1, 3, 4))),
     "rows of one": Kind(folding, ((1, 5, 4), (2, 5, 4), (1, 3, 4))),
-    "single samples apart": Kind(Passes, ((3, 4), (1, 4), (2, 4)), ("middle",)),
     "unused parameters": Kind(Unused),
 }
 

@@ -131,7 +131,7 @@ class Sums(Two):
 @pytest.mark.parametrize(
     ("make", "point", "why"),
     [
-        (Sums, "middle", r"a single sample: .* no later stage could tell; leave"),
+        (Sums, "middle", r"a single sample: .* does something else with one; leave"),
         (
             lambda: Two(nn.BatchNorm1d(4)),
             "last",
