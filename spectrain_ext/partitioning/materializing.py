@@ -146,8 +146,6 @@ class _Filler:
                 held = self._tensors.setdefault(id(tensor), _StageTensor(tensor, tensor, shown))
                 held.names += tied.get(name) or [_full_name(stage, name)]
                 held.places.append((module, key))
-                if (origin := _origin(module)) is not module:
-                    held.places.append((origin, key))
                 held.saved |= key not in module._non_persistent_buffers_set
                 own = self._by_module.setdefault(module, [])
                 if held not in own:
@@ -213,8 +211,6 @@ class _Filler:
                 del value  # unmap it before the next one
 
     def keep(self) -> None:
-        for module in self._by_module:
-            vars(module).pop("origin", None)
         for held in self._tensors.values():
             if held.new is not held.old and len(held.names) > 1:
                 _made[held.old] = held.new
@@ -252,8 +248,7 @@ class _Filler:
         self, module: nn.Module, path: str, stage: nn.Module, default: Initializer
     ) -> bool:
         """Initialize a module's children, then itself; return whether anything was empty."""
-        subject = _origin(module)
-        default = getattr(subject, "_init_weights", default) if is_pretrained(subject) else default
+        default = getattr(module, "_init_weights", default) if is_pretrained(module) else default
         needed = False
         for name, child in module.named_children():
             needed |= self._initialize_module(child, f"{path}{name}.", stage, default)
@@ -267,9 +262,9 @@ class _Filler:
         transient = empty and not any(held.saved for held in empty)
         for initialize in (default, self._init) if transient else (self._init or default,):
             if initialize is not None and (not empty or any(held in self._empty for held in empty)):
-                self._call(subject, name, initialize)
+                self._call(module, name, initialize)
                 for held in self._note_initialized(empty):
-                    self._homes[held] = (subject, name, initialize)
+                    self._homes[held] = (module, name, initialize)
         self._overwritten += [held for held in tensors if held in self._homes and held not in empty]
         return True
 
@@ -308,12 +303,6 @@ def _reset(module: nn.Module) -> None:
         if callable(reset := getattr(module, name, None)):
             reset()
             return
-
-
-def _origin(module: nn.Module) -> nn.Module:
-    """Return the model's module whose tensors a traced stage holds, or the module itself."""
-    origin: nn.Module = vars(module).get("origin", module)
-    return origin
 
 
 def _full_name(stage: nn.Module, name: str) -> str:

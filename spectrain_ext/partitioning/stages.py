@@ -122,8 +122,8 @@ def partition(
     """Cut a model into stages so that the slowest stage is as fast as possible.
 
     Stages may share parameters (tied weights); pipelines train these as one. Stages keep the
-    model's parameter names. A model on the meta device is cut without values (see ``measure``), and
-    ``materialize`` fills each stage afterwards.
+    model's parameter names. A model on the meta device, unless it is traced, is cut without values
+    (see ``measure``), and ``materialize`` fills each stage afterwards.
 
     Args:
         model: one of

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from spectrain_ext.transport.message import Value, each
+from spectrain_ext.transport.message import Value
 
 from .blocks import slices_of
 from .cut import check_stages
@@ -94,11 +94,6 @@ class _Assembly:
                     where[tensor] = _put(part, f"_constants.{len(where) - named}", tensor, False)
             return Bound(program, tuple(where[state[name]] for name in program.state))
 
-        if is_valueless(self._model):  # materialize needs the model's initialization rules
-            modules = dict(self._model.named_modules())
-            for path, owner in part.named_modules():
-                if path in modules:
-                    vars(owner)["origin"] = modules[path]
         kept: Graphs = {
             mode: trace if isinstance(trace, str) else bound(*trace[k])
             for mode, trace in self._modes.items()
@@ -197,13 +192,10 @@ class Traceable:
         planned: Sequence[str] | None,  # the plan's names of blocks
     ) -> None:
         if is_valueless(model):
-            example = each(example, lambda tensor: tensor.to("meta"))
-            for name, buffer in model.named_buffers():
-                if not buffer.is_meta:
-                    raise ValueError(
-                        f"model: buffer {name!r} is on {buffer.device}, and parameters on the meta "
-                        "device; a model that is traced has to be there as a whole"
-                    )
+            raise ValueError(
+                f"model: a {type(model).__name__} on the meta device cannot be traced; make it "
+                "with values, or give a list of blocks"
+            )
         self.model, self._example = model, example
         self.columns: Columns | None = None
         self.value, self._output = example, None
@@ -220,8 +212,7 @@ class Traceable:
         self._begins: Sequence[str] | None = None  # where blocks may begin; None: at split_points
         self.blocks: Sequence[nn.Module]
         if split_points is not None:
-            if not is_valueless(model):  # else the trace tells as much
-                self._calls()
+            self._calls()
             check_stages(n_stages, len(split_points) + 1)
             self.names = [str(index) for index in range(len(split_points) + 1)]
             self.blocks = self._split(split_points)

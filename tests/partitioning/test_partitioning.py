@@ -129,12 +129,11 @@ def test_constant_buffers_are_copied_to_the_stages_that_read_them(way: str, tmp_
     assert all(torch.equal(again.state_dict()[name], changed[name]) for name in changed)
 
 
-@pytest.mark.parametrize("way", ["list", "blocks'", "model's"])
-def test_constant_buffers_on_the_meta_device(way: str, tmp_path: Path) -> None:
-    model, example = rotating(way), torch.randn(2, 7, 4)
+def test_constant_buffers_on_the_meta_device(tmp_path: Path) -> None:
+    model, example = rotating("list"), torch.randn(2, 7, 4)
     save_file({n: t.clone() for n, t in model.state_dict().items()}, tmp_path / "model.safetensors")
     with torch.device("meta"):
-        parts = st.partition(rotating(way), 3, example)
+        parts = st.partition(rotating("list"), 3, example)
     assert parts.cut.balance > 0.99
     for stage in reversed(parts.stages):
         st.materialize(stage, tmp_path)

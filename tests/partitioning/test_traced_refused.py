@@ -254,6 +254,7 @@ class Number(Two):
         (Two(), {"split_points": ["tail"]}, ValueError, "split_points: .* has no submodule 'tail'"),
         (torch.compile(Two()), {}, TypeError, "it is compiled by torch.compile; cut"),
         (torch.compile(layers(4, 4)), {}, TypeError, "it is compiled by torch.compile; cut"),
+        (Two().to("meta"), {}, ValueError, "a Two on the meta device cannot be traced; make it"),
         (Two(torch.compile(nn.Linear(4, 4))), {}, TypeError, "its module 'middle' is compiled"),
     ],
 )
