@@ -16,7 +16,7 @@ from spectrain_ext.transport.message import Value
 from .own_loss import NO_LOSS
 from .profile import Profile, Tie, measure, profile_by_parameters
 from .programs import TracedStage
-from .provenance import is_valueless, slots_of
+from .tensors import is_valueless, slots_of
 
 
 class Slice(nn.Sequential):

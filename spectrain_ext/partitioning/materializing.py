@@ -23,7 +23,7 @@ from spectrain_ext.files import MODEL_INDEX, read_json
 from spectrain_ext.rng import RNG_LOCK, mixed_seed
 
 from .outline import is_pretrained
-from .provenance import slots_of
+from .tensors import slots_of
 
 _ONE = "model.safetensors"
 _LARGEST = 2**28  # bytes of an index

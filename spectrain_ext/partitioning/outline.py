@@ -163,18 +163,12 @@ class Outline:
     members: tuple[int, ...]  # per block the length of the tuple it returns; 0: a tensor
     side_modules: Mapping[str, SideModule]  # outside the list
     columns: Columns  # that the forward takes
-    ids: bool = False  # whether later stages need the token ids
     prefix: str = ""  # of the model's names inside a PeftModel
 
     @property
     def blocks(self) -> int:
         """Number of blocks to cut between: the list's, one before it and one after it."""
         return len(self.members) + 2
-
-    @property
-    def passed(self) -> tuple[str, ...]:
-        """Names of the columns that stages pass on with the hidden state, in order."""
-        return self.columns.takes[0 if self.ids else 1 :]
 
 
 def is_pretrained(model: object) -> bool:

@@ -21,7 +21,7 @@ from spectrain_ext.rng import RNG_LOCK
 from spectrain_ext.transport.message import Value, as_value, each, refused, tensors_in
 
 from .outline import modes_kept, set_mode
-from .provenance import Provenance, Writes, is_valueless, running, storage_of
+from .tensors import StandIns, is_valueless, running
 
 _CACHE = 4 * 2**20  # bytes, more than a core's own caches
 _MOST = 10**18  # limit of a profile's numbers, so that sums, products and squares stay finite
@@ -194,9 +194,9 @@ def _forward_backward(
 def _estimated(blocks: Sequence[nn.Module], value: Value) -> Iterator[BlockProfile]:
     from torch.utils.flop_counter import FlopCounterMode
 
-    provenance = Provenance(nn.ModuleList(blocks))
-    value = provenance.given(value)
-    with provenance.kept(), torch.enable_grad():
+    stand_ins = StandIns()
+    value = stand_ins.of(value)
+    with stand_ins.used(nn.ModuleList(blocks)), torch.enable_grad():
         for index, block in enumerate(blocks):
             saved: dict[int, int] = {}
             counter = FlopCounterMode(display=False)
@@ -334,28 +334,26 @@ def written_buffers(
     run: Callable[[Any], object],
     example: object,
     blocks: Sequence[nn.Module],  # may hold further buffers, such as constants of the code
-) -> set[int]:
-    """Return the storages of buffers that a forward writes to; all without an example that runs."""
-    storages = {storage_of(b) for module in (model, *blocks) for b in module.buffers()}
+) -> set[Tensor]:
+    """Return the buffers that a forward writes to; all without an example that runs."""
+    parts = nn.ModuleList([model, *blocks])
+    buffers = set(parts.buffers())
     if example is None:
-        return storages
-    provenance = Provenance(model) if is_valueless(model) else None
-    writes = Writes()
+        return buffers
+    stand_ins = StandIns() if is_valueless(model) else None
     try:
         value = as_value(example, "example_input")
-        if provenance is not None:
-            value = provenance.given(value)
-        with modes_kept(model), untouched(model), forked_rng([model]), running(provenance), writes:
-            for training in (True, False):
-                set_mode(model, training)
-                with torch.no_grad():
-                    run(_entered(value, 0))
+        with modes_kept(model), untouched(parts), forked_rng([model]), torch.no_grad():
+            before = {buffer: buffer.clone() for buffer in buffers}
+            with running(parts, stand_ins):
+                for training in (True, False):
+                    set_mode(model, training)
+                    run(_entered(value if stand_ins is None else stand_ins.of(value), 0))
+            if stand_ins is not None:
+                return {buffer for buffer in buffers if stand_ins.are_written(buffer)}
+            return {buffer for buffer in buffers if not buffer.equal(before[buffer])}
     except Exception:
-        return storages
-    written = writes.storages
-    if provenance is not None:
-        written |= provenance.originals(written)
-    return storages & written
+        return buffers
 
 
 @contextmanager

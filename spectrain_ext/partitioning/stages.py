@@ -20,7 +20,7 @@ from .decoders import Decoder
 from .outline import adapted, is_pretrained
 from .own_loss import OwnLoss
 from .profile import Profile, Tie, measure_on_rank_0, profile_by_parameters, written_buffers
-from .provenance import is_valueless, storage_of
+from .tensors import is_valueless
 from .traced import Traceable
 
 _logger = logging.getLogger(__name__)
@@ -277,7 +277,7 @@ def _ties(source: _Source, parts: Sequence[nn.Module], kinds: str = "blocks") ->
     """Return what blocks or stages share and cannot have copies of."""
     # Takes two forwards, and is seldom needed.
     written = cache(lambda: written_buffers(source.model, source.run, source.value, parts))
-    return ties_of(parts, kinds, lambda buffer: storage_of(buffer) not in written())
+    return ties_of(parts, kinds, lambda buffer: buffer not in written())
 
 
 def _with_names(profile: Profile, names: Sequence[str]) -> Profile:

@@ -26,7 +26,7 @@ from .outline import (
 from .own_loss import NO_LOSS, OwnLoss, own_loss
 from .profile import Profile, Tie, blaming_example, measure, untouched
 from .programs import Bound, Graphs, Mode, Port, Program, State, TracedStage
-from .provenance import is_valueless, slots_of
+from .tensors import is_valueless, slots_of
 from .tracing import MODE_NAMES, TracedModel, traces
 
 

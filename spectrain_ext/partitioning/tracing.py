@@ -19,7 +19,7 @@ from spectrain_ext.transport.message import tensors_in
 from .outline import BY_POSITION, Columns, hooked, modes_kept
 from .profile import forked_rng, untouched
 from .programs import Mode, Program, programs_of
-from .provenance import close
+from .tensors import close
 
 MODE_NAMES = {True: "in training", False: "in evaluation", None: "as it is"}
 

@@ -103,15 +103,12 @@ def test_logits_and_gradients_are_the_models(name):
 
 
 def test_what_goes_from_stage_to_stage():
-    """Only the hidden state and the batch's other values; the ids where needed."""
+    """The hidden state and the batch's columns that the model takes."""
     first = st.partition(made("Llama"), 3, profile=EVEN).stages[0]
     ids = torch.randint(1, 61, (2, 5))
-    assert first({"input_ids": ids, "labels": ids}).shape == (2, 5, 16)
+    assert [t.shape for t in first({"input_ids": ids, "labels": ids})] == [(2, 5, 16), (2, 5)]
     sent = first({"position_ids": ids, "input_ids": ids})
-    assert [t.numel() for t in sent] == [160, 0, 10]  # without a mask
-    # checks for padding without a mask
-    looks = st.partition(made("GPT2"), 3, profile=EVEN).stages[0]
-    assert [t.shape for t in looks(ids)] == [(2, 5, 16), (2, 5)]
+    assert [t.numel() for t in sent] == [160, 10, 0, 10]  # without a mask
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -182,7 +179,7 @@ def test_the_model_itself_is_left_alone():
     assert model(**batch(2, 5)).logits.isfinite().all()
     assert len(parts.profile.blocks) == 6
     assert [b.name for b in parts.profile.blocks][::5] == ["model.embed_tokens", "model.norm"]
-    assert parts.profile.blocks[1].output_bytes == 32 * 16 * 4
+    assert parts.profile.blocks[1].output_bytes == 32 * 16 * 4 + 32 * 8
 
 
 @pytest.mark.nightly
@@ -455,6 +452,23 @@ def test_weights_that_are_other_ones_in_evaluation(training):
     with pytest.raises(ValueError, match=r"RwkvForCausalLM divides .*rescale_every = 0"):
         st.partition(model, 3)
     assert all(torch.equal(before[key], t) for key, t in model.state_dict().items())
+
+
+def test_models_that_have_more_between_blocks_than_a_hidden_state():
+    class Adds(tf.models.llama.modeling_llama.LlamaModel):
+        def forward(self, input_ids, **given):
+            kept = []
+            handle = self.layers[0].register_forward_hook(lambda _, a, found: kept.append(found))
+            output = super().forward(input_ids, **given)
+            handle.remove()
+            output.last_hidden_state.add_(kept[0])
+            return output
+
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL))
+    model.model.__class__ = Adds
+    message = "cannot be cut between the blocks of 'model.layers': the stages do not compute what"
+    with pytest.raises(ValueError, match=message):
+        st.partition(model, 2)
 
 
 def test_an_example_is_made_up_for_the_config_of_the_text():
