@@ -52,7 +52,7 @@ class Program:
     def __init__(
         self,
         module: fx.GraphModule,  # takes the inputs, then the state; holds no tensors
-        state: dict[str, Tensor],  # by the model's names, as it was when traced
+        state: Sequence[Tensor],  # as it was when traced
         example: Sequence[Tensor],  # the traced inputs
         inputs: tuple[Port, ...],
         form: Callable[[tuple[Tensor, ...]], Any],  # rebuilds the output's containers
@@ -60,8 +60,7 @@ class Program:
         # branch; None if no branch depends on sizes.
         guards: nn.Module | None,
     ) -> None:
-        tensors = list(state.values()) or example
-        self.state = tuple(state)
+        tensors = state or example
         self.inputs = inputs
         self._module = module
         self._form = form
@@ -142,19 +141,18 @@ class Program:
         """Return the graph for the device that the stage has been moved to."""
         assert self._moved is not None
         if device not in self._moved:
-            home = self._device
+            home = self._device.type
 
             def moved(constant: Any) -> Any:
-                if isinstance(constant, torch.device) and constant.type == home.type:
-                    return device if constant.index in (None, home.index) else constant
-                return constant
+                is_home = isinstance(constant, torch.device) and constant.type == home
+                return device if is_home else constant
 
             module = copy.deepcopy(self._module).to(device)
             for part in _graphs(module):
                 for node in part.graph.nodes:
                     node.args = map_aggregate(node.args, moved)
                     node.kwargs = map_aggregate(node.kwargs, moved)
-                    if _enters_autocast(node) and node.args[0] == home.type:
+                    if _enters_autocast(node) and node.args[0] == home:
                         node.args = (device.type, *node.args[1:])
                 part.recompile()
             self._moved[device] = module
@@ -171,17 +169,10 @@ class State(nn.Module):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
-    program: Program
-    slots: tuple[tuple[nn.Module, str], ...]
-
-    def __call__(self, tensors: tuple[Tensor, ...]) -> Any:
-        return self.program(tensors, [getattr(owner, name) for owner, name in self.slots])
-
-
-#: The graph of each mode, or why there is none.
-Graphs = dict[Mode, "Bound | str"]
+#: A module and the name of its parameter or buffer.
+Slot = tuple[nn.Module, str]
+#: A stage's computation in a mode, and where its state is.
+Graph = tuple[Program, list[Slot]]
 
 
 class TracedStage(nn.Module):
@@ -197,10 +188,10 @@ class TracedStage(nn.Module):
 
     block_names: Sequence[str] = ()  # the modules in it are never called
 
-    def __init__(self, part: State, modes: Graphs, training: bool) -> None:
+    def __init__(self, part: State, modes: dict[Mode, Graph | str], training: bool) -> None:
         super().__init__()
         self.part = part
-        self._modes = modes
+        self._modes = modes  # a text says why there is no graph of a mode
         # The stage's mode that stands for the modules' mixed ones, until train() or eval().
         self._mixed: bool | None = training if None in modes else None
         self.columns: Columns | None = None  # set on a first stage that takes mappings
@@ -209,8 +200,8 @@ class TracedStage(nn.Module):
     @property
     def takes(self) -> int:
         """Number of input tensors."""
-        graph = next(graph for graph in self._modes.values() if not isinstance(graph, str))
-        return len(graph.program.inputs)
+        graphs = [graph for graph in self._modes.values() if not isinstance(graph, str)]
+        return len(graphs[0][0].inputs)
 
     def full_name(self, name: str) -> str:
         """Return the uncut model's name of a parameter or module buffer of this stage."""
@@ -232,7 +223,8 @@ class TracedStage(nn.Module):
         graph = self._modes[None if self._mixed is self.training else self.training]
         if isinstance(graph, str):
             raise RuntimeError(f"forward: {graph}")
-        return graph(tensors)
+        program, slots = graph
+        return program(tensors, [getattr(owner, name) for owner, name in slots])
 
 
 def programs_of(exported: ExportedProgram) -> list[tuple[Program, dict[str, Tensor]]]:
@@ -353,10 +345,6 @@ class _Cutter:
                 known[node].meta = {}
             return known[node]
 
-        def late(node: fx.Node) -> bool:  # a size of a tensor that does not arrive
-            inputs = [n for n in node.all_input_nodes if self._home.get(n, k) < k]
-            return _is_size(node) and not set(inputs) <= set(arrives)
-
         def made(node: fx.Node) -> fx.Node:
             if node.op == "get_attr":
                 name = str(node.target)
@@ -368,7 +356,7 @@ class _Cutter:
                     state[name] = held
                     placeholders[name] = graph.placeholder(f"state_{len(placeholders)}")
                 return placeholders[name]
-            if late(node) and (carrier := self._carrier(node, k)) is not None:
+            if (carrier := self._carrier(node, k)) is not None:
                 source, dim = carrier
                 return graph.call_function(torch.ops.aten.sym_size.int, (known[source], dim))
             return graph.node_copy(node, value)
@@ -379,7 +367,7 @@ class _Cutter:
         graph.lint()
         program = Program(
             fx.GraphModule(bodies, graph),
-            state,
+            list(state.values()),
             [node.meta["val"] for node in arrives],
             tuple(map(Port.of, arrives)),
             self._form if last else (operator.itemgetter(0) if len(leaves) == 1 else tuple),

@@ -25,7 +25,7 @@ from .outline import (
 )
 from .own_loss import NO_LOSS, OwnLoss, own_loss
 from .profile import Profile, Tie, blaming_example, measure, untouched
-from .programs import Bound, Graphs, Mode, Port, Program, State, TracedStage
+from .programs import Graph, Mode, Port, Slot, State, TracedStage
 from .tensors import is_valueless, slots_of
 from .tracing import MODE_NAMES, TracedModel, traces
 
@@ -51,11 +51,10 @@ class _Assembly:
     """Makes stages from a model's traces."""
 
     def __init__(self, model: nn.Module, by_mode: dict[Mode, TracedModel | str]) -> None:
-        self._model = model
+        self._training = model.training
         self._names: dict[Tensor, list[str]] = {}  # all names of each parameter and module buffer
         self._transient: set[str] = set()  # names of buffers that are not saved
-        slots = sorted(slots_of(model), key=lambda slot: slot[1] in slot[0]._buffers)
-        for owner, key, name, tensor in slots:  # parameters before buffers
+        for owner, key, name, tensor in slots_of(model):
             self._names.setdefault(tensor, []).append(name)
             if key in owner._non_persistent_buffers_set:
                 self._transient.add(name)
@@ -71,34 +70,34 @@ class _Assembly:
             for k, (_, state) in enumerate(trace if not isinstance(trace, str) else ()):
                 for tensor in state.values():
                     self._users.setdefault(tensor, set()).add(k)
-        for tensor in self._names:
-            self._users.setdefault(tensor, {self._home(tensor)})
+        near = 0
+        for tensor in self._names:  # one that no graph uses stays with the one before it
+            near = max(self._users.setdefault(tensor, {near}))
 
     def stages(self) -> list[TracedStage]:
         return [self._stage(k) for k in range(len(self._first))]
 
     def _stage(self, k: int) -> TracedStage:
         part = State()
-        where: dict[Tensor, tuple[nn.Module, str]] = {}
+        slots: dict[Tensor, Slot] = {}
         for tensor in self._names:  # in the model's order
             if k in self._users[tensor]:
                 for name in self._names_at(k, tensor):
                     slot = _put(part, name, tensor, name not in self._transient)
-                    where.setdefault(tensor, slot)
-        named = len(where)
-
-        def bound(program: Program, state: dict[str, Tensor]) -> Bound:
+                    slots.setdefault(tensor, slot)
+        named = len(slots)
+        modes: dict[Mode, Graph | str] = {}
+        for mode, trace in self._modes.items():
+            if isinstance(trace, str):
+                modes[mode] = trace
+                continue
+            program, state = trace[k]
             for tensor in state.values():
-                if tensor not in where:
+                if tensor not in slots:
                     # A constant of the code is not saved, but moves with the stage.
-                    where[tensor] = _put(part, f"_constants.{len(where) - named}", tensor, False)
-            return Bound(program, tuple(where[state[name]] for name in program.state))
-
-        kept: Graphs = {
-            mode: trace if isinstance(trace, str) else bound(*trace[k])
-            for mode, trace in self._modes.items()
-        }
-        return TracedStage(part, kept, self._model.training)
+                    slots[tensor] = _put(part, f"_constants.{len(slots) - named}", tensor, False)
+            modes[mode] = program, [slots[tensor] for tensor in state.values()]
+        return TracedStage(part, modes, self._training)
 
     def _names_at(self, k: int, tensor: Tensor) -> list[str]:
         """Return the names of a tensor on one of its stages; all its names are used somewhere."""
@@ -109,22 +108,6 @@ class _Assembly:
             return names
         at = min(users.index(k), len(names) - 1)
         return names[at:] if k == users[-1] else names[at : at + 1]
-
-    def _home(self, tensor: Tensor) -> int:
-        """Return the stage of a tensor that no graph uses: that of its neighbours in the model."""
-        path = self._names[tensor][0].split(".")[:-1]
-        while path:
-            prefix = ".".join(path) + "."
-            near = [
-                k
-                for other, there in self._users.items()
-                for k in there
-                if any(name.startswith(prefix) for name in self._names.get(other, ()))
-            ]
-            if near:
-                return max(near)
-            path.pop()
-        return len(self._first) - 1
 
     def _mismatch(self, trace: TracedModel, mode: str) -> str | None:
         """Return why its stages cannot replace those of the first trace, or None."""
@@ -160,7 +143,7 @@ def _alike(here: Sequence[Port], there: Sequence[Port]) -> bool:
     )
 
 
-def _put(root: nn.Module, name: str, tensor: Tensor, persistent: bool) -> tuple[nn.Module, str]:
+def _put(root: nn.Module, name: str, tensor: Tensor, persistent: bool) -> Slot:
     *path, leaf = name.split(".")
     owner = root
     for atom in path:
