@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import random
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import MethodType
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +19,7 @@ from spectrain_ext.transport.message import tensors_in
 from .outline import BY_POSITION, Columns, hooked, modes_kept
 from .profile import forked_rng, untouched
 from .programs import Mode, Program, programs_of
-from .tensors import close
+from .tensors import close, slots_of
 
 MODE_NAMES = {True: "in training", False: "in evaluation", None: "as it is"}
 
@@ -127,7 +127,7 @@ def _exported(
         given, named = columns.arguments(sizes)
         shapes = named or given
     patch = _config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
-    with _recording_dropped_backwards() as own, _undoing_draws() as drawn, patch:
+    with _recording_dropped_backwards() as dropped, _undoing_draws() as drawn, patch:
         try:
             exported = None
             if shapes is not None:
@@ -150,10 +150,10 @@ def _exported(
             f"the model draws from {drawn[-1]} {name}, and those numbers would be constants; draw "
             "by torch"
         )
-    if own:
+    if dropped:
         raise RuntimeError(
-            f"the model has a backward of its own {name}, {', '.join(sorted(own))}, and a graph "
-            "would have its forward's derivative; make it a torch.library.custom_op"
+            f"the model has a backward of its own {name}, {', '.join(sorted(dropped))}, and a "
+            "graph would have its forward's derivative; make it a torch.library.custom_op"
         )
     return programs_of(exported)
 
@@ -205,19 +205,17 @@ def _patched(owner: Any, name: str, value: object) -> Iterator[None]:
 def _undoing_draws() -> Iterator[list[str]]:
     """Undo draws from generators that torch.export does not trace, and list these."""
     drawn: list[str] = []
-    python, numpy = random.getstate(), sys.modules.get("numpy")
-    legacy = None if numpy is None else numpy.random.get_state(legacy=False)
+    python, numpys = random.getstate(), numpy.random.get_state(legacy=False)
     try:
         yield drawn
     finally:
+        now = numpy.random.get_state(legacy=False)
         if random.getstate() != python:
-            random.setstate(python)
             drawn.append("Python's random")
-        if numpy is not None and legacy is not None:
-            before, now = legacy["state"], numpy.random.get_state(legacy=False)["state"]
-            if before["pos"] != now["pos"] or (before["key"] != now["key"]).any():
-                numpy.random.set_state(legacy)
-                drawn.append("numpy.random")
+        if repr(now) != repr(numpys):  # its position changes with each draw
+            drawn.append("numpy.random")
+        random.setstate(python)
+        numpy.random.set_state(numpys)
 
 
 @contextmanager
@@ -249,87 +247,81 @@ _patching = threading.RLock()  # held while functions of torch are replaced
 @contextmanager
 def _recording_dropped_backwards() -> Iterator[set[str]]:
     """Collect parts of the model's backward that torch.export drops silently."""
-    own: set[str] = set()
+    dropped: set[str] = set()
     thread = threading.get_ident()
+
+    def recording(real: Any, kind_of: Callable[[Any], str | None]) -> Any:
+        def recorded(subject: Any, *args: Any, **kwargs: Any) -> Any:
+            kind = kind_of(subject) if threading.get_ident() == thread else None
+            if kind is not None:
+                dropped.add(kind)
+            return real(subject, *args, **kwargs)
+
+        return recorded
+
+    def kind_of_function(function: type) -> str | None:
+        # torch's own are derivatives of its operations, except a module's backward hooks.
+        if not torch.is_grad_enabled():
+            return None
+        if function.__name__ == "BackwardHookFunction":
+            return "a module's backward hook"
+        is_torchs = function.__module__.startswith("torch.")
+        return None if is_torchs else f"autograd.Function {function.__name__}"
+
+    def kind_of_inference(inference: torch.inference_mode) -> str | None:
+        return "torch.inference_mode, where no_grad would do" if inference.mode else None
+
+    def apply_to(function: type, *args: Any, **kwargs: Any) -> Any:
+        return apply.__get__(None, function)(*args, **kwargs)  # implemented in C since torch 2.15
+
     apply: Any = vars(torch.autograd.Function)["apply"]
-    register: Any = torch.Tensor.register_hook
-    enter: Any = torch.inference_mode.__enter__
-
-    def applied(cls: type, *given: Any, **more: Any) -> Any:
-        if torch.is_grad_enabled() and threading.get_ident() == thread:
-            # torch's own are derivatives of its operations, except a module's backward hooks.
-            if cls.__name__ == "BackwardHookFunction":
-                own.add("a module's backward hook")
-            elif not cls.__module__.startswith("torch."):
-                own.add(f"autograd.Function {cls.__name__}")
-        return apply.__get__(None, cls)(*given, **more)  # implemented in C since torch 2.15
-
-    def registered(tensor: Tensor, hook: Any) -> Any:
-        if threading.get_ident() == thread:
-            own.add("a tensor's register_hook")
-        return register(tensor, hook)
-
-    def entered(inference: torch.inference_mode) -> None:
-        if inference.mode and threading.get_ident() == thread:
-            own.add("torch.inference_mode, where no_grad would do")
-        enter(inference)
-
+    applied = classmethod(recording(apply_to, kind_of_function))
+    registered = recording(torch.Tensor.register_hook, lambda _: "a tensor's register_hook")
+    entered = recording(torch.inference_mode.__enter__, kind_of_inference)
     with (
         _patching,
         _patched(torch.inference_mode, "__enter__", entered),
-        _patched(torch.autograd.Function, "apply", classmethod(applied)),
+        _patched(torch.autograd.Function, "apply", applied),
         _patched(torch.Tensor, "register_hook", registered),
     ):
-        yield own
+        yield dropped
 
 
 @contextmanager
 def _switching_modes(model: nn.Module) -> Iterator[Callable[[bool], None]]:
     """Yield a function that calls the model's train() or eval(); undo on exit what these do."""
-    own_code = [
-        module
+    # A module's own train() may merge weights. The graphs of the two modes would then compute with
+    # different weights than the stages hold, so refuse that.
+    within = {
+        inner
         for module in model.modules()
         if type(module).train is not nn.Module.train
         or type(module).eval is not nn.Module.eval
         or not {"train", "eval"}.isdisjoint(vars(module))
-    ]
-    names = {t: name for name, t in (*model.named_parameters(), *model.named_buffers())}
+        for inner in module.modules()
+    }
     before = {
-        tensor: (tensor.detach().clone(), tensor.requires_grad)
-        for module in own_code
-        for tensor in (*module.parameters(), *module.buffers())
+        name: (tensor, tensor.detach().clone())
+        for owner, _, name, tensor in slots_of(model)
+        if owner in within
     }
     training = model.training
 
     def switch(mode: bool) -> None:
-        if mode:
-            model.train()
-        else:
-            model.eval()
-        # A module's own train() may also merge weights. The graphs of the two modes would then
-        # compute with different weights than the stages hold, so refuse that.
-        present = {id(t) for t in (*model.parameters(), *model.buffers())}
-        for tensor, (value, learns) in before.items():
-            if (
-                id(tensor) not in present
-                or tensor.requires_grad != learns
-                or not torch.equal(tensor, value)
-            ):
+        call = model.train if mode else model.eval
+        call()
+        present = {tensor for _, _, _, tensor in slots_of(model)}
+        for name, (tensor, value) in before.items():
+            if tensor not in present or not torch.equal(tensor, value):
                 raise RuntimeError(
-                    f"the model's own {'train()' if mode else 'eval()'} changes {names[tensor]!r}; "
+                    f"the model's own {'train()' if mode else 'eval()'} changes {name!r}; "
                     "cut the model in that mode, or evaluate the whole model"
                 )
 
     try:
         yield switch
     finally:
-        try:
-            if own_code:
-                model.train(training)
-        finally:
-            with torch.no_grad():
-                for tensor, (value, learns) in before.items():
-                    if not torch.equal(tensor, value):
-                        tensor.data.copy_(value)
-                    if tensor.requires_grad != learns:
-                        tensor.requires_grad_(learns)
+        if within:
+            model.train(training)
+        for tensor, value in before.values():
+            tensor.data.copy_(value)
