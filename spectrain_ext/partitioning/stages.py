@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -12,7 +11,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from spectrain_ext.transport.message import Value, tensors_in
+from spectrain_ext.transport.message import Value
 
 from .blocks import BlockList, blocks_of, mark, slices_of, ties_of
 from .cut import REMEDY, Cut, HasDocument, PlannedCut, check_ends, check_stages, cut, planned_cut
@@ -20,10 +19,7 @@ from .decoders import Decoder
 from .outline import adapted, is_pretrained
 from .own_loss import OwnLoss
 from .profile import Profile, Tie, measure_on_rank_0, profile_by_parameters, written_buffers
-from .tensors import is_valueless
 from .traced import Traceable
-
-_logger = logging.getLogger(__name__)
 
 
 def cut_at(model: nn.Module | Sequence[nn.Module], ends: Sequence[int]) -> list[nn.Module]:
@@ -191,40 +187,28 @@ def partition(
         raise ValueError(f"profile: expected a Profile or 'parameters', got {profile!r}")
     if isinstance(columns, str) or not all(isinstance(name, str) for name in columns):
         raise TypeError(f"columns: expected a sequence of names, got {columns!r}")
-    kept = tuple(columns)
-    source = _source(model, n_stages, example_input, split_points, kept, planned)
+    source = _source(model, n_stages, example_input, split_points, tuple(columns), planned)
     blocks = source.blocks
     if planned is not None:
         planned.check(source.names, n_stages)
     check_stages(n_stages, len(blocks))
-    ties = _ties(source, blocks)
-    if isinstance(profile, Profile):
-        count = len(profile.blocks)
-        if count != len(blocks):
-            raise ValueError(
-                f"profile: expected {len(blocks)} blocks, as the model has, got {count}"
-            )
-        named = _with_names(profile, source.names)
-    else:
-        if profile == "parameters":
-            measured = profile_by_parameters(blocks)
-        elif planned is not None:
-            measured = Profile(planned.blocks)
-        else:
-            measured = measure_on_rank_0(source.measure, blocks)
-        profile = named = replace(_with_names(measured, source.names), ties=ties)
+    ties = _ties(source, blocks) if planned is None else planned.closed
+    if profile == "parameters":
+        profile = profile_by_parameters(blocks)
+    elif profile is None:
+        known = planned and Profile(planned.blocks)
+        profile = known or measure_on_rank_0(source.measure, blocks)
+    elif len(profile.blocks) != len(blocks):
+        raise ValueError(
+            f"profile: expected {len(blocks)} blocks, as the model has, got {len(profile.blocks)}"
+        )
+    profile = replace(_with_names(profile, source.names), ties=ties)
     options: Any = {"speeds": speeds, "bandwidth": bandwidth, "memory_limit": memory_limit}
-
-    def cut_with(ties: tuple[Tie, ...]) -> Cut:
-        return cut(replace(named, ties=ties), n_stages, **options)
-
-    best = cut_with(ties if planned is None else planned.closed)
-    if ties and planned is None:
-        _log_ties(ties, best, cut_with(()))
+    best = cut(profile, n_stages, **options)
     if source.narrow and bandwidth is None:
         # Without a bandwidth the cost of several tensors at a cut is unknown: prefer cuts with one.
         with suppress(ValueError):
-            narrow = cut_with((*ties, *source.narrow))
+            narrow = cut(replace(profile, ties=(*ties, *source.narrow)), n_stages, **options)
             if narrow.slowest <= 1.25 * best.slowest:
                 best = narrow
     stages = source.stages(best.ends)
@@ -235,22 +219,6 @@ def partition(
         raise ValueError(f"plan: it separates {shared[0].what}; {REMEDY}")
     settings = {} if planned is None else planned.settings
     return Partition(stages, best, profile, source.loss_of(stages), settings)
-
-
-def _log_ties(ties: Sequence[Tie], tied: Cut, free: Cut) -> None:
-    """Log what blocks share if stages would be much more even without it."""
-    if tied.slowest <= 1.1 * free.slowest:
-        return
-    inner = free.ends[:-1]
-    first, *others = [t for t in ties if any(t.first < end <= t.last for end in inner)]
-    _logger.warning(
-        "the slowest stage takes %.3g times as long as if all blocks could be separated; these "
-        "share %s%s; %s",
-        tied.slowest / free.slowest,
-        first.what,
-        f" (and {len(others)} more)" * bool(others),
-        REMEDY,
-    )
 
 
 def profile_of(
@@ -302,13 +270,6 @@ def _source(
     planned: PlannedCut | None = None,
 ) -> _Source:
     listed = not isinstance(model, nn.Module) or isinstance(model, (nn.Sequential, nn.ModuleList))
-    modules = [model] if isinstance(model, nn.Module) else model
-    for tensor in tensors_in(example):
-        if tensor.is_meta and not is_valueless(*modules):
-            raise ValueError(
-                f"example_input: a tensor of shape {tuple(tensor.shape)} is on the meta device and "
-                "has no values; the model has, and needs some"
-            )
     if listed and split_points is None:
         return BlockList(blocks_of(model), example, kept, planned is not None)
     if not isinstance(model, nn.Module):
