@@ -33,7 +33,6 @@ class StageEstimate:
     blocks: range
     compute_seconds: float  # forward and backward of one microbatch, by replicas and speed
     transfer_seconds: float  # activations and gradients over both edges; 0 without a bandwidth
-    parameter_bytes: int  # counted once
     memory_bytes: int  # all copies of the parameters, and the saved tensors of the window
     speed: float  # how many times as fast as the measured device the stage's devices are
     modules: str  # the names of the first and the last block, or of the only one
@@ -230,7 +229,6 @@ class _Costs:
             range(start, end),
             self.compute(start, end, k),
             self.transfer(start, end, k),
-            self._parameters[end] - self._parameters[start],
             self.memory(start, end, k),
             self._speeds[k],
             " to ".join(filter(None, dict.fromkeys((self._names[start], self._names[end - 1])))),
@@ -371,15 +369,4 @@ def _planned(document: Mapping[str, Any]) -> PlannedCut:
     ends = tuple(document["ends"])
     check_ends(ends, len(blocks))
     settings = dict(document["settings"])
-    for name, value in settings.items():
-        if not isinstance(value, _SETTINGS.get(name, ())) or isinstance(value, bool):
-            raise ValueError(f"settings: {reprlib.repr(name)} cannot be {reprlib.repr(value)}")
     return PlannedCut(str(document["model"]), blocks, ends, settings)
-
-
-_SETTINGS: dict[str, type | tuple[type, ...]] = {
-    "method": str,
-    "microbatches": int,
-    "window": str,
-    "replicas": list,
-}

@@ -17,7 +17,6 @@ SPLIT_HINT = "name submodules to cut before (split_points), or give a list of bl
 
 Inputs = dict[str, Tensor]
 
-_FIRST = ("attention_mask", "position_ids", "token_type_ids")
 _NEVER = ("inputs_embeds", "past_key_values", "cache_position", "cache_params")
 _OPTIONS = ("output_", "return_", "use_", "logits_to_keep")
 _LABELS = ("label", "labels", "label_ids")
@@ -96,7 +95,6 @@ def columns_of(model: nn.Module, more: tuple[str, ...] = ()) -> Columns:
     refused = tuple(n for n in named if n in _NEVER or n.startswith(_OPTIONS))
     labels = tuple(n for n in named if _is_label(n) and n not in refused)
     rest = [n for n in named if n not in (*labels, *refused)]
-    rest.sort(key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
     config: Any = getattr(model, "config", None)
     of_text = getattr(config, "get_text_config", lambda: config)()
     any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
