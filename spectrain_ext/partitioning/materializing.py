@@ -133,9 +133,6 @@ class _Filler:
         self._tensors: dict[int, _StageTensor] = {}
         self._by_module: dict[nn.Module, list[_StageTensor]] = {}
         self._empty: dict[_StageTensor, int] = {}  # to be initialized, with their version counters
-        # The module, its name and the initializer that gave a tensor its value.
-        self._homes: dict[_StageTensor, tuple[nn.Module, str, Initializer]] = {}
-        self._overwritten: list[_StageTensor] = []  # by another module that shares them
         for stage in stages:
             place = getattr(stage, "cut_place", None)
             called = type(stage).__name__ if place is None else f"stage {place[0]}"
@@ -222,21 +219,12 @@ class _Filler:
     # By an initializer
 
     def initialize(self) -> None:
-        self._generators = [torch.default_generator]  # that initializers draw from
-        if self._device.type == "cuda":
-            torch.cuda.init()
-            index = self._device.index
-            index = torch.cuda.current_device() if index is None else index
-            self._generators.append(torch.cuda.default_generators[index])
-        others = [generator.device for generator in self._generators[1:]]
+        others = [self._device] if self._device.type == "cuda" else []
         with RNG_LOCK, torch.random.fork_rng(others):
             self._seed = torch.initial_seed()
             for stage in self._stages:
                 self._initialize_module(stage, "", stage, _reset)
             self._note_initialized(list(self._empty))
-            for held in self._overwritten:  # the earliest stage's module decides
-                if held in self._homes:
-                    self._call(*self._homes[held])
         for held in self._empty:
             raise ValueError(
                 f"{held.shown} is on the meta device, and nothing gives it a value; give an init= "
@@ -259,25 +247,30 @@ class _Filler:
         name = _full_name(stage, f"{path}x")[:-2] if path else ""
         if empty and all(len(held.names) > 1 for held in empty):  # tied: use its home's name
             name = empty[0].names[0].rpartition(".")[0]
+        # Another module that shares a tensor, or a file, has decided about it.
+        decided = [(h, h.new.clone()) for h in tensors if h not in empty and h.source is None]
         transient = empty and not any(held.saved for held in empty)
         for initialize in (default, self._init) if transient else (self._init or default,):
             if initialize is not None and (not empty or any(held in self._empty for held in empty)):
                 self._call(module, name, initialize)
-                for held in self._note_initialized(empty):
-                    self._homes[held] = (module, name, initialize)
-        self._overwritten += [held for held in tensors if held in self._homes and held not in empty]
+                self._note_initialized([held for held in empty if held in self._empty])
+        for held, value in decided:
+            held.put(held.new)
+            held.new.copy_(value)
         return True
 
     def _call(self, module: nn.Module, name: str, initializer: Initializer) -> None:
         number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
-        for generator in self._generators:
-            generator.manual_seed(mixed_seed(self._seed, number))
+        seed = mixed_seed(self._seed, number)
+        torch.default_generator.manual_seed(seed)
+        if self._device.type == "cuda":
+            with torch.cuda.device(self._device):
+                torch.cuda.manual_seed(seed)
         with self._device:
             initializer(module)
 
-    def _note_initialized(self, candidates: Sequence[_StageTensor]) -> list[_StageTensor]:
-        """Return those that have values now, and stop counting them as empty."""
-        initialized = []
+    def _note_initialized(self, candidates: Sequence[_StageTensor]) -> None:
+        """Stop counting those as empty that have values now."""
         for held in candidates:
             for module, key in held.places:
                 present = getattr(module, key)
@@ -289,8 +282,6 @@ class _Filler:
                 is_empty = held.new._version == self._empty[held]
             if not is_empty:
                 del self._empty[held]
-                initialized.append(held)
-        return initialized
 
 
 def _is_marked_by_nan(tensor: Tensor) -> bool:

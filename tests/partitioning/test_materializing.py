@@ -204,14 +204,16 @@ def test_weights_do_not_depend_on_the_cut(tmp_path):
     assert 0.004 < found[0]["transformer.h.1.mlp.c_proj.weight"].std() < 0.01
 
 
-def test_a_tied_tensor_is_initialized_as_the_earlier_stage_does() -> None:
+@pytest.mark.parametrize("together", [True, False])
+def test_a_tied_tensor_is_initialized_as_the_earlier_stage_does(together: bool) -> None:
     def make() -> nn.Sequential:
         model = nn.Sequential(nn.Embedding(50, 16), nn.Tanh(), nn.Linear(16, 50))
         model[2].weight = model[0].weight
         return model
 
     first, last = st.partitioning.cut_at(on_meta(make), [1, 3])
-    st.materialize([first, last])
+    for stages in [[first, last]] if together else [first, last]:
+        st.materialize(stages)
     assert last[1].weight is first[0].weight
     assert 0.8 < first[0].weight.std() < 1.2  # an Embedding's; a Linear's is 0.14
     assert 0 < last[1].bias.abs().max() <= 0.25
