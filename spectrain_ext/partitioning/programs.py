@@ -35,12 +35,6 @@ class Port:
         source = (stack[-1][0] if stack else "", str(node.target))
         return cls(node.name, source, tuple(map(_fixed, value.shape)), value.dtype)
 
-    def takes(self, tensor: Tensor) -> bool:
-        sizes = tensor.shape
-        return len(self.shape) == len(sizes) and all(
-            want is None or want == size for want, size in zip(self.shape, sizes, strict=True)
-        )
-
     def __str__(self) -> str:
         sizes = ", ".join("*" if size is None else str(size) for size in self.shape)
         return f"{self.name} ({sizes}) {str(self.dtype).removeprefix('torch.')}"
@@ -94,7 +88,10 @@ class Program:
             names = ", ".join(port.name for port in self.inputs)
             return f"expected {len(self.inputs)} tensors ({names}), got {len(tensors)}"
         for port, tensor in zip(self.inputs, tensors, strict=True):
-            if not port.takes(tensor):
+            if len(port.shape) != tensor.dim() or any(
+                wanted not in (None, size)
+                for wanted, size in zip(port.shape, tensor.shape, strict=True)
+            ):
                 return (
                     f"expected {port}, got shape {tuple(tensor.shape)}; what the model did with "
                     "the sizes of example_input is fixed: cut it with one of such sizes"
@@ -230,7 +227,7 @@ class TracedStage(nn.Module):
 def programs_of(exported: ExportedProgram) -> list[tuple[Program, dict[str, Tensor]]]:
     """Cut an exported model at its marks; return each stage's program and state."""
     cutter = _Cutter(exported)
-    return [cutter.program(k) for k in range(cutter.stages)]
+    return [cutter.program(k) for k in range(len(cutter.stages))]
 
 
 class _Cutter:
@@ -239,76 +236,73 @@ class _Cutter:
     def __init__(self, exported: ExportedProgram) -> None:
         self._module = exported.module()
         self._guards: nn.Module | None = None
-        self._inputs: list[fx.Node] = []
         self._returned: list[fx.Node] = []
         self._home: dict[fx.Node, int] = {}  # the stage that makes a value; -1: a model input
-        self._stages: list[list[fx.Node]] = [[]]
+        self._last: dict[fx.Node, int] = {}  # the last stage that takes a value from another
+        self.stages: list[list[fx.Node]] = [[]]
         for node in self._module.graph.nodes:
             self._place(node)
-        if not self._stages[-1] and len(self._stages) > 1:
-            self._stages.pop()
+        if not self.stages[-1] and len(self.stages) > 1:
+            self.stages.pop()
         spec = exported.call_spec.out_spec
         assert spec is not None
         flat = not spec.is_leaf() and all(child.is_leaf() for child in spec.children())
         # A tuple or list of tensors becomes a tuple; other outputs are rebuilt as they were.
         listed = flat and spec.type in (tuple, list)
         self._form: Callable[[tuple[Tensor, ...]], Any] = tuple if listed else spec.unflatten
-        self.stages = len(self._stages)
-        self._needs = [self._needed(k) for k in range(self.stages)]
-        for k in range(self.stages):
-            self._need_sizes(k)
+        for k, nodes in enumerate(self.stages):
+            for node in nodes:
+                self._take(node.all_input_nodes, k)
+        self._take(self._returned, len(self.stages) - 1)
+        for k in range(len(self.stages)):
+            self._take_sizes(k)
 
     def _place(self, node: fx.Node) -> None:
         if node.op == "placeholder":
-            self._inputs.append(node)
             self._home[node] = -1
         elif node.op == "call_module":  # only the guards
             self._guards = self._module.get_submodule(str(node.target))
         elif node.op == "output":
             returned: Any = node.args[0]
             self._returned = list(returned) if isinstance(returned, (tuple, list)) else [returned]
-        elif str(node.target) == "pippy._pipe_split.default":
-            if self._stages[-1]:
-                self._stages.append([])
-        elif node.op == "call_function" and not _is_size(node):
-            home = len(self._stages) - 1
-            # A tuple is unpacked on the stage that made it.
-            if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-                home = self._home[node.args[0]]
-            self._home[node] = home
-            self._stages[home].append(node)
-
-    # Values that a stage needs from others
-
-    def _needed(self, k: int) -> set[fx.Node]:
-        users = [value for node in self._stages[k] for value in node.all_input_nodes]
-        if k == self.stages - 1:
             for value in self._returned:
                 if not isinstance(value, fx.Node) or not _is_tensor(value):
                     raise ValueError(
                         f"split_points: the model returns {value!r}, expected a tensor or a tuple "
                         "of tensors"
                     )
-            users += self._returned
-        arriving = {node for node in users if self._home.get(node, k) < k}
-        for node in arriving:
+        elif str(node.target) == "pippy._pipe_split.default":
+            if self.stages[-1]:
+                self.stages.append([])
+        elif node.op == "call_function" and not _is_size(node):
+            home = len(self.stages) - 1
+            # A tuple is unpacked on the stage that made it.
+            if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+                home = self._home[node.args[0]]
+            self._home[node] = home
+            self.stages[home].append(node)
+
+    def _take(self, values: Sequence[fx.Node], k: int) -> None:
+        """Have values that other stages make arrive at a stage."""
+        for node in values:
+            if self._home.get(node, k) == k:
+                continue
             if not _is_tensor(node):
                 raise ValueError(
                     f"split_points: stage {k} takes {node.name}, a "
                     f"{type(node.meta.get('val')).__name__}; stages can pass on nothing but tensors"
                 )
-        return arriving
+            self._last[node] = max(k, self._last.get(node, k))
 
-    def _need_sizes(self, k: int) -> None:
+    def _take_sizes(self, k: int) -> None:
         """Read sizes from a tensor that arrives anyway, or else pass on the tensor they are of."""
-        waiting = [n for node in self._stages[k] for n in node.all_input_nodes if _is_size(n)]
+        waiting = [n for node in self.stages[k] for n in node.all_input_nodes if _is_size(n)]
         while waiting:
             node = waiting.pop()
-            for source in node.all_input_nodes:
-                if _is_size(source):
-                    waiting.append(source)
-                elif self._home.get(source, k) < k and not self._carrier(node, k):
-                    self._needs[k].add(source)
+            sources = node.all_input_nodes
+            waiting += filter(_is_size, sources)
+            if not self._carrier(node, k):
+                self._take([source for source in sources if not _is_size(source)], k)
 
     def _carrier(self, size: fx.Node, k: int) -> tuple[fx.Node, int] | None:
         """Return a tensor that arrives at the stage and has this size, and the dimension."""
@@ -323,29 +317,28 @@ class _Cutter:
 
     def _arriving(self, k: int) -> list[fx.Node]:
         if k == 0:
-            return self._inputs
-        later = set().union(*self._needs[k:])
-        return sorted(n for n in later if self._home[n] < k)
+            return [node for node, home in self._home.items() if home < 0]
+        return sorted(node for node, last in self._last.items() if self._home[node] < k <= last)
 
     def program(self, k: int) -> tuple[Program, dict[str, Tensor]]:
-        last = k == self.stages - 1
+        is_last = k == len(self.stages) - 1
         arrives = self._arriving(k)
-        leaves = self._returned if last else self._arriving(k + 1)
+        leaves = self._returned if is_last else self._arriving(k + 1)
         if not leaves:
             raise ValueError(f"split_points: no later stage needs anything of stage {k}")
         graph = fx.Graph()
-        known = {node: graph.placeholder(node.name) for node in arrives}
+        copies = {node: graph.placeholder(node.name) for node in arrives}
         bodies: dict[str, Any] = {}
         state: dict[str, Tensor] = {}
         placeholders: dict[str, fx.Node] = {}
 
-        def value(node: fx.Node) -> fx.Node:
-            if node not in known:
-                known[node] = made(node)
-                known[node].meta = {}
-            return known[node]
+        def copied(node: fx.Node) -> fx.Node:
+            if node not in copies:
+                copies[node] = copy_of(node)
+                copies[node].meta = {}
+            return copies[node]
 
-        def made(node: fx.Node) -> fx.Node:
+        def copy_of(node: fx.Node) -> fx.Node:
             if node.op == "get_attr":
                 name = str(node.target)
                 held = operator.attrgetter(name)(self._module)
@@ -358,19 +351,19 @@ class _Cutter:
                 return placeholders[name]
             if (carrier := self._carrier(node, k)) is not None:
                 source, dim = carrier
-                return graph.call_function(torch.ops.aten.sym_size.int, (known[source], dim))
-            return graph.node_copy(node, value)
+                return graph.call_function(torch.ops.aten.sym_size.int, (copies[source], dim))
+            return graph.node_copy(node, copied)
 
-        for node in self._stages[k]:
-            value(node)
-        graph.output(tuple(value(node) for node in leaves))
+        for node in self.stages[k]:
+            copied(node)
+        graph.output(tuple(map(copied, leaves)))
         graph.lint()
         program = Program(
             fx.GraphModule(bodies, graph),
             list(state.values()),
             [node.meta["val"] for node in arrives],
             tuple(map(Port.of, arrives)),
-            self._form if last else (operator.itemgetter(0) if len(leaves) == 1 else tuple),
+            self._form if is_last else (operator.itemgetter(0) if len(leaves) == 1 else tuple),
             self._guards if k == 0 else None,
         )
         return program, state
