@@ -228,11 +228,6 @@ def find_outline(
                 f"model: its config asks for {option}, which no stage has of all blocks; set "
                 f"model.config.{option} = False"
             )
-    if getattr(config, "layerdrop", 0):
-        raise ValueError(
-            "model: its config's layerdrop leaves out blocks at random, and with them the places "
-            "where it is cut; make it with layerdrop=0"
-        )
     if getattr(config, "rescale_every", 0):
         raise ValueError(
             f"model: {type(model).__name__} divides its weights in evaluation, of which a pipeline "

@@ -63,12 +63,9 @@ class Program:
         # model does otherwise (None: nothing).
         self.sampled: Sequence[bool] = ()
         self.single_sample_error: str | None = None
-        self._dtypes = [t.dtype for t in tensors]
         nodes = [node for part in _graphs(module) for node in part.graph.nodes]
         constants: list[Any] = []
         map_aggregate([(node.args, node.kwargs) for node in nodes], constants.append)
-        # whether the graph names dtypes, so that it holds for these only
-        self._types = any(isinstance(c, torch.dtype) and c.is_floating_point for c in constants)
         self._device = tensors[0].device if tensors else torch.device("cpu")
         self._moved: dict[torch.device, fx.GraphModule] | None = None
         if any(isinstance(c, torch.device) for c in constants) or any(map(_enters_autocast, nodes)):
@@ -122,14 +119,7 @@ class Program:
         why = self.shape_error(given) or self.branch_error(given)
         if why is not None:
             raise ValueError(why)
-        tensors = state or given
-        for tensor, dtype in zip(tensors, self._dtypes, strict=True) if self._types else ():
-            if tensor.dtype != dtype:
-                raise TypeError(
-                    f"expected {dtype} as when the model was cut, got {tensor.dtype}; what its "
-                    "code said about dtypes is fixed: convert the model before it is cut"
-                )
-        module = self._module
+        module, tensors = self._module, state or given
         if self._moved is not None and tensors:
             module = self._on(tensors[0].device)
         return self._form(module(*given, *state))

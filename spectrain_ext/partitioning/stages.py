@@ -167,8 +167,8 @@ def partition(
         RuntimeError: torch.export cannot trace the model in its present mode.
 
     Tracing fixes what the model's code derived from module attributes (a dropout's ``p``) and from
-    ``requires_grad``; only the mode, sizes and devices may change. A traced stage raises ValueError
-    or TypeError for sizes or dtypes that its code would treat differently.
+    ``requires_grad``, and the dtypes that it names; only the mode, sizes and devices may change. A
+    traced stage raises ValueError for sizes that its code would treat differently.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))

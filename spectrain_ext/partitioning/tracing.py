@@ -65,25 +65,16 @@ def _sized(
     model: nn.Module, columns: Columns, arguments: tuple[Tensor, ...], name: str
 ) -> TracedModel:
     """Trace a model for all sizes that it treats alike."""
-    size = arguments[0].shape[0] if arguments and arguments[0].dim() else 0
-    sampled = [size > 0 and a.dim() > 0 and a.shape[0] == size for a in arguments]
-    pairs = list(zip(arguments, sampled, strict=True))
-    if size != 1:
-        trace = _exported(model, columns, arguments, name, dynamic=True)
-        arguments = tuple(a[:1] if many else a for a, many in pairs)
-    else:  # torch.export takes a size of 1 for a constant
-        try:
-            two = tuple(torch.cat([a, a]).detach() if many else a for a, many in pairs)
-            trace = _exported(model, columns, two, name, dynamic=True)
-            if (why := trace[0][0].shape_error(arguments)) is not None:
-                raise ValueError(why)
-        except (RuntimeError, ValueError):
-            return _exported(model, columns, arguments, name, dynamic=True)
+    trace = _exported(model, columns, arguments, name, dynamic=True)
     program = trace[0][0]
-    if size and program.shape_error(arguments) is None and program.branch_error(arguments):
+    size = arguments[0].shape[0] if arguments and arguments[0].dim() else 0
+    sampled = [a.dim() > 0 and a.shape[0] == size for a in arguments]
+    pairs = zip(arguments, sampled, strict=True)
+    single = tuple(a[:1] if many else a for a, many in pairs)
+    if size > 1 and program.shape_error(single) is None and program.branch_error(single):
         # Often it is only torch that computes the same otherwise, because strides are free.
         program.sampled = sampled
-        program.single_sample_error = _difference(model, columns, arguments, trace)
+        program.single_sample_error = _difference(model, columns, single, trace)
     return trace
 
 

@@ -411,7 +411,6 @@ BOTH = {"input_ids": IDS, "decoder_input_ids": IDS}
         (t5, BOTH, r"model: T5ForConditionalGeneration's 'encoder' comes before .*name submodules"),
         (xlnet, None, r"model: XLNetLMHeadModel's parameter .* is used beside .*name submodules"),
         (t5_encoder, None, r"T5EncoderModel cannot be cut between .*encoder\.block"),
-        (lambda: made("OPT", layerdrop=0.1), None, "make it with layerdrop=0"),
         *(
             (partial(asking_for, option), None, f"config asks for {option}, which no stage has")
             for option in ("output_hidden_states", "output_router_logits")
@@ -482,8 +481,7 @@ def test_an_example_is_made_up_for_the_config_of_the_text():
 
 
 def test_blocks_that_are_left_out_at_random() -> None:
-    model = made("OPT").train()
-    model.model.decoder.layerdrop = 0.9999  # not in its config
+    model = made("OPT", layerdrop=0.9999).train()
     stages = list(st.partition(model, 3, profile=EVEN))
     with pytest.raises(RuntimeError, match=r"it left out a block where a stage ends"):
         run(stages, batch(2, 5))
