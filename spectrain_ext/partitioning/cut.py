@@ -145,17 +145,35 @@ def cut(
     if memory_limit is not None:
         limits = one_each("memory_limit", memory_limit, n_stages, "stage")
     places = _places(profile, n_stages)
-    costs = _Costs(profile, shares, paces, widths)
+    blocks = profile.blocks
+    seconds = [0.0, *accumulate(block.seconds for block in blocks)]
+    parameters = [0, *accumulate(block.parameter_bytes for block in blocks)]
+    saved = [0, *accumulate(block.saved_bytes for block in blocks)]
+    # bytes that cross the boundary before each block, and after the last
+    edges = [0, *(block.output_bytes for block in blocks[:-1]), 0]
+    # seconds per byte of the edges before and after every stage
+    per_byte = [0.0, *(2.0 / width for width in widths), 0.0]
+
+    def compute(start: int, end: int, k: int) -> float:
+        return (seconds[end] - seconds[start]) / shares[k] / paces[k]
+
+    def transfer(start: int, end: int, k: int) -> float:
+        return per_byte[k] * edges[start] + per_byte[k + 1] * edges[end]
+
+    def memory(start: int, end: int, k: int) -> int:
+        in_flight = (n_stages - k) * (saved[end] - saved[start])
+        return 4 * (parameters[end] - parameters[start]) + in_flight
 
     def slowest(start: int, end: int, k: int) -> float:
-        within = costs.memory(start, end, k) <= limits[k]
-        return costs.seconds(start, end, k) if within else math.inf
+        if memory(start, end, k) > limits[k]:
+            return math.inf
+        return compute(start, end, k) + transfer(start, end, k)
 
     best, _ = _search(places, n_stages, slowest, max)
     if best == math.inf:
 
         def share(start: int, end: int, k: int) -> float:
-            return costs.memory(start, end, k) / max(limits[k], 1)
+            return memory(start, end, k) / max(limits[k], 1)
 
         least, ends = _search(places, n_stages, share, max)
         raise ValueError(
@@ -164,12 +182,24 @@ def cut(
         )
 
     def unevenness(start: int, end: int, k: int) -> float:
-        seconds = slowest(start, end, k)
-        return seconds**2 if seconds <= best else math.inf
+        time = slowest(start, end, k)
+        return time**2 if time <= best else math.inf
 
     _, ends = _search(places, n_stages, unevenness, operator.add)
-    stages = enumerate(pairwise((0, *ends)))
-    return Cut(ends, tuple(costs.estimate(start, end, k) for k, (start, end) in stages))
+    stages = []
+    for k, stage in enumerate(pairwise((0, *ends))):
+        names = dict.fromkeys((blocks[stage[0]].name, blocks[stage[1] - 1].name))
+        stages.append(
+            StageEstimate(
+                range(*stage),
+                compute(*stage, k),
+                transfer(*stage, k),
+                memory(*stage, k),
+                paces[k],
+                " to ".join(filter(None, names)),
+            )
+        )
+    return Cut(ends, tuple(stages))
 
 
 def check_stages(n_stages: int, blocks: int) -> None:
@@ -184,54 +214,6 @@ def check_ends(ends: Sequence[int], blocks: int) -> None:
         raise ValueError(
             f"ends: expected ascending numbers, the last of them {blocks} (the blocks), got "
             f"{reprlib.repr(list(ends))}"
-        )
-
-
-class _Costs:
-    """Computes the time and memory of any stage in O(1)."""
-
-    def __init__(
-        self,
-        profile: Profile,
-        replicas: Sequence[int],
-        speeds: Sequence[float],
-        bandwidths: Sequence[float],  # between stages
-    ) -> None:
-        blocks = profile.blocks
-        self._names = [block.name for block in blocks]
-        self._replicas, self._speeds = replicas, speeds
-        self._seconds = [0.0, *accumulate(block.seconds for block in blocks)]
-        self._parameters = [0, *accumulate(block.parameter_bytes for block in blocks)]
-        self._saved = [0, *accumulate(block.saved_bytes for block in blocks)]
-        # bytes that cross the boundary before each block, and after the last
-        self._edges = [0, *(block.output_bytes for block in blocks[:-1]), 0]
-        # seconds per byte of the edges before and after every stage
-        self._per_byte = [0.0, *(2.0 / width for width in bandwidths), 0.0]
-
-    def transfer(self, start: int, end: int, k: int) -> float:
-        before, after = self._per_byte[k : k + 2]
-        return before * self._edges[start] + after * self._edges[end]
-
-    def compute(self, start: int, end: int, k: int) -> float:
-        seconds = self._seconds[end] - self._seconds[start]
-        return seconds / self._replicas[k] / self._speeds[k]
-
-    def seconds(self, start: int, end: int, k: int) -> float:
-        return self.compute(start, end, k) + self.transfer(start, end, k)
-
-    def memory(self, start: int, end: int, k: int) -> int:
-        parameters = self._parameters[end] - self._parameters[start]
-        saved = self._saved[end] - self._saved[start]
-        return 4 * parameters + (len(self._replicas) - k) * saved
-
-    def estimate(self, start: int, end: int, k: int) -> StageEstimate:
-        return StageEstimate(
-            range(start, end),
-            self.compute(start, end, k),
-            self.transfer(start, end, k),
-            self.memory(start, end, k),
-            self._speeds[k],
-            " to ".join(filter(None, dict.fromkeys((self._names[start], self._names[end - 1])))),
         )
 
 
