@@ -21,7 +21,7 @@ from spectrain_ext.rng import RNG_LOCK
 from spectrain_ext.transport.message import Value, as_value, each, refused, tensors_in
 
 from .outline import modes_kept, set_mode
-from .tensors import StandIns, is_valueless, running
+from .tensors import is_valueless
 
 _CACHE = 4 * 2**20  # bytes, more than a core's own caches
 _MOST = 10**18  # limit of a profile's numbers, so that sums, products and squares stay finite
@@ -305,22 +305,18 @@ def written_buffers(
     example: object,
     blocks: Sequence[nn.Module],  # may hold further buffers, such as constants of the code
 ) -> set[Tensor]:
-    """Return the buffers that a forward writes to; all without an example that runs."""
+    """Return the buffers that a forward writes to; all without values or an example that runs."""
     parts = nn.ModuleList([model, *blocks])
     buffers = set(parts.buffers())
-    if example is None:
+    if example is None or is_valueless(model):
         return buffers
-    stand_ins = StandIns() if is_valueless(model) else None
     try:
-        value = as_value(example, "example_input")
+        value = _entered(as_value(example, "example_input"), 0)
         with modes_kept(model), untouched(parts), forked_rng([model]), torch.no_grad():
             before = {buffer: buffer.clone() for buffer in buffers}
-            with running(parts, stand_ins):
-                for training in (True, False):
-                    set_mode(model, training)
-                    run(_entered(value if stand_ins is None else stand_ins.of(value), 0))
-            if stand_ins is not None:
-                return {buffer for buffer in buffers if stand_ins.are_written(buffer)}
+            for training in (True, False):
+                set_mode(model, training)
+                run(value)
             return {buffer for buffer in buffers if not buffer.equal(before[buffer])}
     except Exception:
         return buffers

@@ -60,10 +60,6 @@ class StandIns:
             self._made[tensor] = made
         return self._made[tensor]  # type: ignore[no-any-return]
 
-    def are_written(self, tensor: Tensor) -> bool:
-        """Whether an operation has changed the tensor's stand-in."""
-        return self._of(tensor)._version > 0
-
     @contextmanager
     def used(self, module: nn.Module) -> Iterator[None]:
         """Have the module's parameters and buffers replaced meanwhile."""

@@ -266,7 +266,7 @@ def _recording_dropped_backwards() -> Iterator[set[str]]:
         return apply.__get__(None, function)(*args, **kwargs)  # implemented in C since torch 2.15
 
     apply: Any = vars(torch.autograd.Function)["apply"]
-    applied = classmethod(recording(apply_to, kind_of_function))
+    applied: Any = classmethod(recording(apply_to, kind_of_function))
     registered = recording(torch.Tensor.register_hook, lambda _: "a tensor's register_hook")
     entered = recording(torch.inference_mode.__enter__, kind_of_inference)
     with (

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from helpers.cut_models import LOSS, alike, layers, run, sgd, taking
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import spectrain_ext as st
@@ -127,17 +126,6 @@ def test_constant_buffers_are_copied_to_the_stages_that_read_them(way: str, tmp_
     again = rotating(way)
     st.checkpoint.load(tmp_path / "c", again, only_model=True)
     assert all(torch.equal(again.state_dict()[name], changed[name]) for name in changed)
-
-
-def test_constant_buffers_on_the_meta_device(tmp_path: Path) -> None:
-    model, example = rotating("list"), torch.randn(2, 7, 4)
-    save_file({n: t.clone() for n, t in model.state_dict().items()}, tmp_path / "model.safetensors")
-    with torch.device("meta"):
-        parts = st.partition(rotating("list"), 3, example)
-    assert parts.cut.balance > 0.99
-    for stage in reversed(parts.stages):
-        st.materialize(stage, tmp_path)
-    assert torch.equal(st.Pipeline(parts, sgd, LOSS)(example), model(example))
 
 
 class Counts(Rotary):
