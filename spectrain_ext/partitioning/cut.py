@@ -132,15 +132,11 @@ def cut(
         (2, 4)
     """
     check_stages(n_stages, len(profile.blocks))
-    paces = one_each("speeds", (1.0,) * n_stages if speeds is None else speeds, n_stages, "stage")
+    paces = one_each("speeds", 1.0 if speeds is None else speeds, n_stages, "stage")
     widths: Sequence[float] = [math.inf] * (n_stages - 1)
     if bandwidth is not None:
         widths = one_each("bandwidth", bandwidth, n_stages - 1, "boundary of stages")
-    shares = (1,) * n_stages if replicas is None else replicas
-    if len(shares) != n_stages or min(shares) < 1:
-        raise ValueError(
-            f"replicas: expected one number of at least 1 per stage ({n_stages}), got {replicas}"
-        )
+    shares = one_each("replicas", 1 if replicas is None else replicas, n_stages, "stage")
     limits: Sequence[float] = [math.inf] * n_stages
     if memory_limit is not None:
         limits = one_each("memory_limit", memory_limit, n_stages, "stage")
