@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -56,20 +56,14 @@ class Program:
     ) -> None:
         tensors = state or example
         self.inputs = inputs
-        self._module = module
         self._form = form
         self._guards = guards
         # Of a single sample, for which the guards fail: which inputs are of samples, and what the
         # model does otherwise (None: nothing).
         self.sampled: Sequence[bool] = ()
         self.single_sample_error: str | None = None
-        nodes = [node for part in _graphs(module) for node in part.graph.nodes]
-        constants: list[Any] = []
-        map_aggregate([(node.args, node.kwargs) for node in nodes], constants.append)
         self._device = tensors[0].device if tensors else torch.device("cpu")
-        self._moved: dict[torch.device, fx.GraphModule] | None = None
-        if any(isinstance(c, torch.device) for c in constants) or any(map(_enters_autocast, nodes)):
-            self._moved = {self._device: module}
+        self._by_device = {self._device: module}
 
     def __deepcopy__(self, memo: object) -> Program:
         return self
@@ -105,9 +99,11 @@ class Program:
                     "(drop_last=True), or have fewer microbatches"
                 )
             pairs = zip(tensors, self.sampled, strict=True)
-            tensors = [t.expand(2, *t.shape[1:]) if many else t for t, many in pairs]
+            several = [t.expand(2, *t.shape[1:]) if many else t for t, many in pairs]
+        else:
+            several = list(tensors)
         try:
-            self._guards(*tensors)
+            self._guards(*several)
         except AssertionError as error:
             return (
                 f"{error}, got shapes {[tuple(t.shape) for t in tensors]}; the model does "
@@ -119,31 +115,31 @@ class Program:
         why = self.shape_error(given) or self.branch_error(given)
         if why is not None:
             raise ValueError(why)
-        module, tensors = self._module, state or given
-        if self._moved is not None and tensors:
-            module = self._on(tensors[0].device)
+        tensors = state or given
+        module = self._on(tensors[0].device if tensors else self._device)
         return self._form(module(*given, *state))
 
     def _on(self, device: torch.device) -> fx.GraphModule:
         """Return the graph for the device that the stage has been moved to."""
-        assert self._moved is not None
-        if device not in self._moved:
+        if device not in self._by_device:
             home = self._device.type
 
             def moved(constant: Any) -> Any:
                 is_home = isinstance(constant, torch.device) and constant.type == home
                 return device if is_home else constant
 
-            module = copy.deepcopy(self._module).to(device)
-            for part in _graphs(module):
+            module = copy.deepcopy(self._by_device[self._device]).to(device)
+            # The graph and its subgraphs, such as those under autocast.
+            parts = [part for part in module.modules() if isinstance(part, fx.GraphModule)]
+            for part in parts:
                 for node in part.graph.nodes:
                     node.args = map_aggregate(node.args, moved)
                     node.kwargs = map_aggregate(node.kwargs, moved)
-                    if _enters_autocast(node) and node.args[0] == home:
+                    if str(node.target) == "wrap_with_autocast" and node.args[0] == home:
                         node.args = (device.type, *node.args[1:])
                 part.recompile()
-            self._moved[device] = module
-        return self._moved[device]
+            self._by_device[device] = module
+        return self._by_device[device]
 
 
 class State(nn.Module):
@@ -378,12 +374,3 @@ def _is_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), numbers) and (
         str(node.target) in _SIZES or all(map(_is_size, node.all_input_nodes))
     )
-
-
-def _graphs(module: nn.Module) -> Iterator[fx.GraphModule]:
-    """Return a graph and its subgraphs, such as those under autocast."""
-    return (part for part in module.modules() if isinstance(part, fx.GraphModule))
-
-
-def _enters_autocast(node: fx.Node) -> bool:
-    return str(node.target) == "wrap_with_autocast"
