@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spectrain_ext.transport.message import Value
+from spectrain_ext.transport.message import Value, tensors_in
 
 from .outline import (
     SPLIT_HINT,
@@ -32,7 +32,7 @@ from .outline import (
     members_of,
 )
 from .own_loss import OwnLoss, own_loss
-from .profile import BlockProfile, Profile, Tie, measure, profile_by_parameters
+from .profile import BlockProfile, Profile, Tie, measure
 from .tensors import StandIns, close, is_valueless, running
 
 
@@ -287,7 +287,7 @@ class Decoder:
         with evaluated(every), running(every, self.stand_ins):
             for stage in stages:
                 value = stage(value)
-        outputs, wanted = _tensors(value), _tensors(self.output)
+        outputs, wanted = list(tensors_in(value)), list(tensors_in(self.output))
         if len(outputs) != len(wanted) or not all(
             a.shape == b.shape and (self.stand_ins is not None or close(a, b))
             for a, b in zip(outputs, wanted, strict=True)
@@ -299,8 +299,6 @@ class Decoder:
 
     def measure(self, repeats: int = 5) -> Profile:
         """Measure the blocks, minus the overhead of a stage around each of them."""
-        if self.stand_ins is not None:
-            return profile_by_parameters(self.blocks)
         inputs = self.columns.of(self.example)
         profile = measure(self.blocks, inputs, repeats=repeats)
         empty = self._stage(1, 1)
@@ -312,11 +310,6 @@ class Decoder:
             return replace(block, seconds=forward + backward, forward_seconds=forward)
 
         return Profile(tuple(alone(*each) for each in enumerate(profile.blocks)))
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    members = output.values() if isinstance(output, Mapping) else output
-    return [tensor for tensor in members if isinstance(tensor, Tensor)]
 
 
 def example_of(model: Any) -> Tensor:
