@@ -30,23 +30,6 @@ from .tensors import is_valueless, slots_of
 from .tracing import MODE_NAMES, TracedModel, traces
 
 
-def split(
-    model: nn.Module,
-    example_input: Value,
-    split_points: Sequence[str],
-    once: bool = False,  # trace only the model's present mode, for these sizes
-    columns: Columns = BY_POSITION,
-) -> list[TracedStage]:
-    """Trace a model and cut it before the named submodules; the model is unchanged."""
-    modules = dict(model.named_modules())
-    for name in split_points:
-        if name not in modules or not name:
-            raise ValueError(f"split_points: the model has no submodule {name!r}")
-    arguments: Any = example_input if isinstance(example_input, tuple) else (example_input,)
-    begins = {modules[name] for name in split_points}
-    return _Assembly(model, traces(model, arguments, begins, once, columns)).stages()
-
-
 class _Assembly:
     """Makes stages from a model's traces."""
 
@@ -189,9 +172,7 @@ class Traceable:
             self.columns = columns_in(model, example, kept)
         if self.columns is not None:
             self.value = tuple(self.columns.of(example).values())
-        columns = self.columns or BY_POSITION
-        self.run = partial(columns.run, model)
-        self._split = partial(split, model, self.value, columns=columns)
+        self.run = partial((self.columns or BY_POSITION).run, model)
         self._begins: Sequence[str] | None = None  # where blocks may begin; None: at split_points
         self.blocks: Sequence[nn.Module]
         if split_points is not None:
@@ -212,6 +193,17 @@ class Traceable:
             for index, block in enumerate(self.blocks)
             if index and isinstance(block, TracedStage) and block.takes > 1
         )
+
+    def _split(self, points: Sequence[str], once: bool = False) -> list[TracedStage]:
+        """Trace the model and cut it before submodules; the model is unchanged."""
+        modules = dict(self.model.named_modules())
+        for name in points:
+            if name not in modules or not name:
+                raise ValueError(f"split_points: the model has no submodule {name!r}")
+        arguments: Any = self.value if isinstance(self.value, tuple) else (self.value,)
+        begins = {modules[name] for name in points}
+        by_mode = traces(self.model, self.columns or BY_POSITION, arguments, begins, once)
+        return _Assembly(self.model, by_mode).stages()
 
     def stages(self, ends: Sequence[int]) -> list[nn.Module]:
         if self._begins is None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from spectrain_ext.transport.message import tensors_in
 
-from .outline import BY_POSITION, Columns, hooked, modes_kept
+from .outline import Columns, hooked, modes_kept
 from .profile import forked_rng, untouched
 from .programs import Mode, Program, programs_of
 from .tensors import close, slots_of
@@ -29,10 +29,10 @@ TracedModel = list[tuple[Program, dict[str, Tensor]]]
 
 def traces(
     model: nn.Module,
+    columns: Columns,
     arguments: tuple[Tensor, ...],
     begins: set[nn.Module],  # each begins a stage
-    once: bool = False,  # only the present mode, for these sizes
-    columns: Columns = BY_POSITION,
+    once: bool,  # only the present mode, for these sizes
 ) -> dict[Mode, TracedModel | str]:
     """Trace a model in its present mode (first in the result), in training and in evaluation."""
     by_mode: dict[Mode, TracedModel | str] = {}
