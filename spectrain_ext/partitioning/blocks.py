@@ -16,7 +16,7 @@ from spectrain_ext.transport.message import Value
 from .own_loss import NO_LOSS
 from .profile import Profile, Tie, measure, profile_by_parameters
 from .programs import TracedStage
-from .provenance import is_valueless, slots_of
+from .tensors import is_valueless, slots_of
 
 
 class Slice(nn.Sequential):
@@ -35,20 +35,7 @@ class Slice(nn.Sequential):
         return f"{self._names[int(position)]}.{rest}"
 
 
-class _Calls(nn.Module):
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self._function = function
-
-    def forward(self, value: Any) -> Any:
-        return self._function(value)
-
-
-def blocks_of(
-    model: nn.Module | Sequence[nn.Module],
-    before: Callable[[Any], Any] | None = None,
-    after: Callable[[Any], Any] | None = None,
-) -> dict[str, nn.Module]:
+def blocks_of(model: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
     if isinstance(model, nn.Module) and not isinstance(model, (nn.Sequential, nn.ModuleList)):
         raise TypeError(
             f"model: expected an nn.Sequential or a list of modules, got a {type(model).__name__}"
@@ -61,28 +48,7 @@ def blocks_of(
         blocks[str(name)] = block
     if not blocks:
         raise ValueError("model: expected at least one block, got none")
-    if before is None and after is None:
-        return blocks
-    blocks = {f"blocks.{name}": block for name, block in blocks.items()}
-    if before is not None:
-        blocks = {"before": _block(before, "before"), **blocks}
-    if after is not None:
-        blocks["after"] = _block(after, "after")
     return blocks
-
-
-def _block(call: Callable[[Any], Any], name: str) -> nn.Module:
-    if isinstance(call, nn.Module):
-        return call
-    owner = getattr(call, "__self__", None)
-    if isinstance(owner, nn.Module):
-        raise TypeError(
-            f"{name}: expected a module or a function, got a method of a {type(owner).__name__}, "
-            "whose parameters nobody would train"
-        )
-    if not callable(call):
-        raise TypeError(f"{name}: expected a module or a function, got {type(call).__name__}")
-    return _Calls(call)
 
 
 def slices_of(blocks: Mapping[str, nn.Module], ends: Sequence[int]) -> list[nn.Module]:

@@ -33,7 +33,6 @@ class StageEstimate:
     blocks: range
     compute_seconds: float  # forward and backward of one microbatch, by replicas and speed
     transfer_seconds: float  # activations and gradients over both edges; 0 without a bandwidth
-    parameter_bytes: int  # counted once
     memory_bytes: int  # all copies of the parameters, and the saved tensors of the window
     speed: float  # how many times as fast as the measured device the stage's devices are
     modules: str  # the names of the first and the last block, or of the only one
@@ -133,30 +132,44 @@ def cut(
         (2, 4)
     """
     check_stages(n_stages, len(profile.blocks))
-    paces = one_each("speeds", (1.0,) * n_stages if speeds is None else speeds, n_stages, "stage")
+    paces = one_each("speeds", 1.0 if speeds is None else speeds, n_stages, "stage")
     widths: Sequence[float] = [math.inf] * (n_stages - 1)
     if bandwidth is not None:
         widths = one_each("bandwidth", bandwidth, n_stages - 1, "boundary of stages")
-    shares = (1,) * n_stages if replicas is None else replicas
-    if len(shares) != n_stages or min(shares) < 1:
-        raise ValueError(
-            f"replicas: expected one number of at least 1 per stage ({n_stages}), got {replicas}"
-        )
+    shares = one_each("replicas", 1 if replicas is None else replicas, n_stages, "stage")
     limits: Sequence[float] = [math.inf] * n_stages
     if memory_limit is not None:
         limits = one_each("memory_limit", memory_limit, n_stages, "stage")
     places = _places(profile, n_stages)
-    costs = _Costs(profile, shares, paces, widths)
+    blocks = profile.blocks
+    seconds = [0.0, *accumulate(block.seconds for block in blocks)]
+    parameters = [0, *accumulate(block.parameter_bytes for block in blocks)]
+    saved = [0, *accumulate(block.saved_bytes for block in blocks)]
+    # bytes that cross the boundary before each block, and after the last
+    edges = [0, *(block.output_bytes for block in blocks[:-1]), 0]
+    # seconds per byte of the edges before and after every stage
+    per_byte = [0.0, *(2.0 / width for width in widths), 0.0]
+
+    def compute(start: int, end: int, k: int) -> float:
+        return (seconds[end] - seconds[start]) / shares[k] / paces[k]
+
+    def transfer(start: int, end: int, k: int) -> float:
+        return per_byte[k] * edges[start] + per_byte[k + 1] * edges[end]
+
+    def memory(start: int, end: int, k: int) -> int:
+        in_flight = (n_stages - k) * (saved[end] - saved[start])
+        return 4 * (parameters[end] - parameters[start]) + in_flight
 
     def slowest(start: int, end: int, k: int) -> float:
-        within = costs.memory(start, end, k) <= limits[k]
-        return costs.seconds(start, end, k) if within else math.inf
+        if memory(start, end, k) > limits[k]:
+            return math.inf
+        return compute(start, end, k) + transfer(start, end, k)
 
     best, _ = _search(places, n_stages, slowest, max)
     if best == math.inf:
 
         def share(start: int, end: int, k: int) -> float:
-            return costs.memory(start, end, k) / max(limits[k], 1)
+            return memory(start, end, k) / max(limits[k], 1)
 
         least, ends = _search(places, n_stages, share, max)
         raise ValueError(
@@ -165,12 +178,24 @@ def cut(
         )
 
     def unevenness(start: int, end: int, k: int) -> float:
-        seconds = slowest(start, end, k)
-        return seconds**2 if seconds <= best else math.inf
+        time = slowest(start, end, k)
+        return time**2 if time <= best else math.inf
 
     _, ends = _search(places, n_stages, unevenness, operator.add)
-    stages = enumerate(pairwise((0, *ends)))
-    return Cut(ends, tuple(costs.estimate(start, end, k) for k, (start, end) in stages))
+    stages = []
+    for k, stage in enumerate(pairwise((0, *ends))):
+        names = dict.fromkeys((blocks[stage[0]].name, blocks[stage[1] - 1].name))
+        stages.append(
+            StageEstimate(
+                range(*stage),
+                compute(*stage, k),
+                transfer(*stage, k),
+                memory(*stage, k),
+                paces[k],
+                " to ".join(filter(None, names)),
+            )
+        )
+    return Cut(ends, tuple(stages))
 
 
 def check_stages(n_stages: int, blocks: int) -> None:
@@ -185,55 +210,6 @@ def check_ends(ends: Sequence[int], blocks: int) -> None:
         raise ValueError(
             f"ends: expected ascending numbers, the last of them {blocks} (the blocks), got "
             f"{reprlib.repr(list(ends))}"
-        )
-
-
-class _Costs:
-    """Computes the time and memory of any stage in O(1)."""
-
-    def __init__(
-        self,
-        profile: Profile,
-        replicas: Sequence[int],
-        speeds: Sequence[float],
-        bandwidths: Sequence[float],  # between stages
-    ) -> None:
-        blocks = profile.blocks
-        self._names = [block.name for block in blocks]
-        self._replicas, self._speeds = replicas, speeds
-        self._seconds = [0.0, *accumulate(block.seconds for block in blocks)]
-        self._parameters = [0, *accumulate(block.parameter_bytes for block in blocks)]
-        self._saved = [0, *accumulate(block.saved_bytes for block in blocks)]
-        # bytes that cross the boundary before each block, and after the last
-        self._edges = [0, *(block.output_bytes for block in blocks[:-1]), 0]
-        # seconds per byte of the edges before and after every stage
-        self._per_byte = [0.0, *(2.0 / width for width in bandwidths), 0.0]
-
-    def transfer(self, start: int, end: int, k: int) -> float:
-        before, after = self._per_byte[k : k + 2]
-        return before * self._edges[start] + after * self._edges[end]
-
-    def compute(self, start: int, end: int, k: int) -> float:
-        seconds = self._seconds[end] - self._seconds[start]
-        return seconds / self._replicas[k] / self._speeds[k]
-
-    def seconds(self, start: int, end: int, k: int) -> float:
-        return self.compute(start, end, k) + self.transfer(start, end, k)
-
-    def memory(self, start: int, end: int, k: int) -> int:
-        parameters = self._parameters[end] - self._parameters[start]
-        saved = self._saved[end] - self._saved[start]
-        return 4 * parameters + (len(self._replicas) - k) * saved
-
-    def estimate(self, start: int, end: int, k: int) -> StageEstimate:
-        return StageEstimate(
-            range(start, end),
-            self.compute(start, end, k),
-            self.transfer(start, end, k),
-            self._parameters[end] - self._parameters[start],
-            self.memory(start, end, k),
-            self._speeds[k],
-            " to ".join(filter(None, dict.fromkeys((self._names[start], self._names[end - 1])))),
         )
 
 
@@ -371,15 +347,4 @@ def _planned(document: Mapping[str, Any]) -> PlannedCut:
     ends = tuple(document["ends"])
     check_ends(ends, len(blocks))
     settings = dict(document["settings"])
-    for name, value in settings.items():
-        if not isinstance(value, _SETTINGS.get(name, ())) or isinstance(value, bool):
-            raise ValueError(f"settings: {reprlib.repr(name)} cannot be {reprlib.repr(value)}")
     return PlannedCut(str(document["model"]), blocks, ends, settings)
-
-
-_SETTINGS: dict[str, type | tuple[type, ...]] = {
-    "method": str,
-    "microbatches": int,
-    "window": str,
-    "replicas": list,
-}

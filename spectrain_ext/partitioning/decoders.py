@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spectrain_ext.transport.message import Value
+from spectrain_ext.transport.message import Value, tensors_in
 
 from .outline import (
     SPLIT_HINT,
@@ -33,7 +33,7 @@ from .outline import (
 )
 from .own_loss import OwnLoss, own_loss
 from .profile import BlockProfile, Profile, Tie, measure
-from .provenance import Provenance, close, is_valueless, running
+from .tensors import StandIns, close, is_valueless, running
 
 
 class _Inbox:
@@ -178,7 +178,7 @@ class DecoderStage(nn.Module):
                 yield name, block
 
     def forward(self, value: Any) -> Any:
-        """Return the hidden state with the columns that later stages need, or the output."""
+        """Return the hidden state with the batch's columns, or the output."""
         inbox, outline = self._inbox, self._outline
         hidden, inputs = (None, outline.columns.of(value)) if self._first else self._received(value)
         inbox.hidden, inbox.taken = hidden, not self._takes
@@ -197,24 +197,17 @@ class DecoderStage(nn.Module):
             )
         return output if self._last else self._packed(output, inputs)
 
-    def _packed(self, hidden: Tensor, inputs: Inputs) -> Tensor | tuple[Tensor, ...]:
-        names = self._outline.passed
-        count = max((i + 1 for i, name in enumerate(names) if name in inputs), default=0)
-        if not count:
-            return hidden
+    def _packed(self, hidden: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
+        names = self._outline.columns.takes
+        count = max(i + 1 for i, name in enumerate(names) if name in inputs)
         # An empty tensor stands for a column that the batch lacks.
         rest = [inputs[name] if name in inputs else hidden.new_empty(0) for name in names[:count]]
         return hidden, *rest
 
-    def _received(self, value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, Inputs]:
-        hidden, *rest = value if isinstance(value, tuple) else (value,)
-        pairs = zip(self._outline.passed, rest, strict=False)
-        inputs = {name: tensor for name, tensor in pairs if tensor.numel()}
-        if not self._outline.ids:
-            # Sizes without values: a model that reads the ids here fails.
-            ids = torch.empty(hidden.shape[:2], dtype=torch.int64, device="meta")
-            inputs = {self._outline.columns.takes[0]: ids, **inputs}
-        return hidden, inputs
+    def _received(self, value: tuple[Tensor, ...]) -> tuple[Tensor, Inputs]:
+        hidden, *rest = value
+        pairs = zip(self._outline.columns.takes, rest, strict=False)
+        return hidden, {name: tensor for name, tensor in pairs if tensor.numel()}
 
 
 # Hooks of a stage's first and last block
@@ -241,13 +234,12 @@ class Decoder:
         self.model, prefix = adapted(whole_model)
         model = self.model
         self.example: Any = example_of(model) if example is None else example
-        self.provenance: Provenance | None = None
-        if is_valueless(model):
-            self.provenance = Provenance(model)
-            self.example = self.provenance.given(self.example)
-        with running(self.provenance):
+        self.stand_ins = StandIns() if is_valueless(model) else None
+        if self.stand_ins is not None:
+            self.example = self.stand_ins.of(self.example)
+        with running(whole_model, self.stand_ins):
             outline, self.output = find_outline(model, self.example, kept, example is None)
-            outline = replace(outline, prefix=prefix)
+            self.outline = replace(outline, prefix=prefix)
             self.columns = outline.columns
             inputs = self.columns.of(self.example)
             self.value = tuple(inputs.values())
@@ -259,24 +251,14 @@ class Decoder:
         named = {f"{outline.path}.{index}": block for index, block in enumerate(blocks)}
         named.update((name, model.get_submodule(name)) for name in outline.side_modules)
         self._valueless = {name: copy_without_values(module) for name, module in named.items()}
-        first = self.columns.takes[0]
-        why: Exception | None = None
-        # First without the ids, which only some models need in later stages. Without values the
-        # check cannot tell, so the ids are always passed on.
-        for ids in (False, True) if self.provenance is None else (True,):
-            self.outline = replace(outline, ids=ids)
-            try:
-                self.blocks = self.stages(range(1, outline.blocks + 1))
-                self.check(self.blocks)
-                if not ids and len(inputs) > 1:
-                    self._run(self.blocks, {first: inputs[first]})
-                return
-            except Exception as error:
-                why = error
-        raise ValueError(
-            f"model: {type(model).__name__} cannot be cut between the blocks of {outline.path!r}: "
-            f"{why}; {SPLIT_HINT}"
-        ) from why
+        try:
+            self.blocks = self.stages(range(1, outline.blocks + 1))
+            self.check(self.blocks)
+        except Exception as error:
+            raise ValueError(
+                f"model: {type(model).__name__} cannot be cut between the blocks of "
+                f"{outline.path!r}: {error}; {SPLIT_HINT}"
+            ) from error
 
     @property
     def names(self) -> list[str]:
@@ -292,31 +274,28 @@ class Decoder:
         return [self._stage(start, end) for start, end in zip((0, *ends[:-1]), ends, strict=True)]
 
     def _stage(self, start: int, end: int) -> DecoderStage:
-        stage = DecoderStage(self.model, self.outline, self._valueless, start, end)
-        if self.provenance is not None:
-            self.provenance.know(stage, stage.full_name)
-        return stage
+        return DecoderStage(self.model, self.outline, self._valueless, start, end)
 
     def loss_of(self, stages: Sequence[nn.Module]) -> OwnLoss | str:
         self.check(stages)
-        return own_loss(self.model, self.columns, self.example, self.output, self.provenance)
+        return own_loss(self.model, self.columns, self.example, self.output, self.stand_ins)
 
     def check(self, stages: Sequence[nn.Module]) -> None:
-        outputs, wanted = _tensors(self._run(stages, self.example)), _tensors(self.output)
-        alike = close if self.provenance is None else self.provenance.same
+        """Compare the stages' output with the model's; without values only its shapes."""
+        every = nn.ModuleList([self.model, *stages])
+        value: Any = self.example
+        with evaluated(every), running(every, self.stand_ins):
+            for stage in stages:
+                value = stage(value)
+        outputs, wanted = list(tensors_in(value)), list(tensors_in(self.output))
         if len(outputs) != len(wanted) or not all(
-            a.shape == b.shape and alike(a, b) for a, b in zip(outputs, wanted, strict=True)
+            a.shape == b.shape and (self.stand_ins is not None or close(a, b))
+            for a, b in zip(outputs, wanted, strict=True)
         ):
             raise ValueError(
                 "the stages do not compute what the model does, which has more between its stages "
                 "than a hidden state"
             )
-
-    def _run(self, stages: Sequence[nn.Module], value: Any) -> Any:
-        with evaluated(nn.ModuleList([self.model, *stages])), running(self.provenance):
-            for stage in stages:
-                value = stage(value)
-        return value
 
     def measure(self, repeats: int = 5) -> Profile:
         """Measure the blocks, minus the overhead of a stage around each of them."""
@@ -331,11 +310,6 @@ class Decoder:
             return replace(block, seconds=forward + backward, forward_seconds=forward)
 
         return Profile(tuple(alone(*each) for each in enumerate(profile.blocks)))
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    members = output.values() if isinstance(output, Mapping) else output
-    return [tensor for tensor in members if isinstance(tensor, Tensor)]
 
 
 def example_of(model: Any) -> Tensor:

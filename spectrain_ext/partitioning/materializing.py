@@ -23,7 +23,7 @@ from spectrain_ext.files import MODEL_INDEX, read_json
 from spectrain_ext.rng import RNG_LOCK, mixed_seed
 
 from .outline import is_pretrained
-from .provenance import slots_of
+from .tensors import slots_of
 
 _ONE = "model.safetensors"
 _LARGEST = 2**28  # bytes of an index
@@ -133,9 +133,6 @@ class _Filler:
         self._tensors: dict[int, _StageTensor] = {}
         self._by_module: dict[nn.Module, list[_StageTensor]] = {}
         self._empty: dict[_StageTensor, int] = {}  # to be initialized, with their version counters
-        # The module, its name and the initializer that gave a tensor its value.
-        self._homes: dict[_StageTensor, tuple[nn.Module, str, Initializer]] = {}
-        self._overwritten: list[_StageTensor] = []  # by another module that shares them
         for stage in stages:
             place = getattr(stage, "cut_place", None)
             called = type(stage).__name__ if place is None else f"stage {place[0]}"
@@ -146,8 +143,6 @@ class _Filler:
                 held = self._tensors.setdefault(id(tensor), _StageTensor(tensor, tensor, shown))
                 held.names += tied.get(name) or [_full_name(stage, name)]
                 held.places.append((module, key))
-                if (origin := _origin(module)) is not module:
-                    held.places.append((origin, key))
                 held.saved |= key not in module._non_persistent_buffers_set
                 own = self._by_module.setdefault(module, [])
                 if held not in own:
@@ -213,8 +208,6 @@ class _Filler:
                 del value  # unmap it before the next one
 
     def keep(self) -> None:
-        for module in self._by_module:
-            vars(module).pop("origin", None)
         for held in self._tensors.values():
             if held.new is not held.old and len(held.names) > 1:
                 _made[held.old] = held.new
@@ -226,21 +219,12 @@ class _Filler:
     # By an initializer
 
     def initialize(self) -> None:
-        self._generators = [torch.default_generator]  # that initializers draw from
-        if self._device.type == "cuda":
-            torch.cuda.init()
-            index = self._device.index
-            index = torch.cuda.current_device() if index is None else index
-            self._generators.append(torch.cuda.default_generators[index])
-        others = [generator.device for generator in self._generators[1:]]
+        others = [self._device] if self._device.type == "cuda" else []
         with RNG_LOCK, torch.random.fork_rng(others):
             self._seed = torch.initial_seed()
             for stage in self._stages:
                 self._initialize_module(stage, "", stage, _reset)
             self._note_initialized(list(self._empty))
-            for held in self._overwritten:  # the earliest stage's module decides
-                if held in self._homes:
-                    self._call(*self._homes[held])
         for held in self._empty:
             raise ValueError(
                 f"{held.shown} is on the meta device, and nothing gives it a value; give an init= "
@@ -252,8 +236,7 @@ class _Filler:
         self, module: nn.Module, path: str, stage: nn.Module, default: Initializer
     ) -> bool:
         """Initialize a module's children, then itself; return whether anything was empty."""
-        subject = _origin(module)
-        default = getattr(subject, "_init_weights", default) if is_pretrained(subject) else default
+        default = getattr(module, "_init_weights", default) if is_pretrained(module) else default
         needed = False
         for name, child in module.named_children():
             needed |= self._initialize_module(child, f"{path}{name}.", stage, default)
@@ -264,25 +247,30 @@ class _Filler:
         name = _full_name(stage, f"{path}x")[:-2] if path else ""
         if empty and all(len(held.names) > 1 for held in empty):  # tied: use its home's name
             name = empty[0].names[0].rpartition(".")[0]
+        # Another module that shares a tensor, or a file, has decided about it.
+        decided = [(h, h.new.clone()) for h in tensors if h not in empty and h.source is None]
         transient = empty and not any(held.saved for held in empty)
         for initialize in (default, self._init) if transient else (self._init or default,):
             if initialize is not None and (not empty or any(held in self._empty for held in empty)):
-                self._call(subject, name, initialize)
-                for held in self._note_initialized(empty):
-                    self._homes[held] = (subject, name, initialize)
-        self._overwritten += [held for held in tensors if held in self._homes and held not in empty]
+                self._call(module, name, initialize)
+                self._note_initialized([held for held in empty if held in self._empty])
+        for held, value in decided:
+            held.put(held.new)
+            held.new.copy_(value)
         return True
 
     def _call(self, module: nn.Module, name: str, initializer: Initializer) -> None:
         number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
-        for generator in self._generators:
-            generator.manual_seed(mixed_seed(self._seed, number))
+        seed = mixed_seed(self._seed, number)
+        torch.default_generator.manual_seed(seed)
+        if self._device.type == "cuda":
+            with torch.cuda.device(self._device):
+                torch.cuda.manual_seed(seed)
         with self._device:
             initializer(module)
 
-    def _note_initialized(self, candidates: Sequence[_StageTensor]) -> list[_StageTensor]:
-        """Return those that have values now, and stop counting them as empty."""
-        initialized = []
+    def _note_initialized(self, candidates: Sequence[_StageTensor]) -> None:
+        """Stop counting those as empty that have values now."""
         for held in candidates:
             for module, key in held.places:
                 present = getattr(module, key)
@@ -294,8 +282,6 @@ class _Filler:
                 is_empty = held.new._version == self._empty[held]
             if not is_empty:
                 del self._empty[held]
-                initialized.append(held)
-        return initialized
 
 
 def _is_marked_by_nan(tensor: Tensor) -> bool:
@@ -308,12 +294,6 @@ def _reset(module: nn.Module) -> None:
         if callable(reset := getattr(module, name, None)):
             reset()
             return
-
-
-def _origin(module: nn.Module) -> nn.Module:
-    """Return the model's module whose tensors a traced stage holds, or the module itself."""
-    origin: nn.Module = vars(module).get("origin", module)
-    return origin
 
 
 def _full_name(stage: nn.Module, name: str) -> str:

@@ -13,13 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-SPLIT_HINT = (
-    "name submodules to cut before (split_points), or give a list of blocks with before= and after="
-)
+SPLIT_HINT = "name submodules to cut before (split_points), or give a list of blocks"
 
 Inputs = dict[str, Tensor]
 
-_FIRST = ("attention_mask", "position_ids", "token_type_ids")
 _NEVER = ("inputs_embeds", "past_key_values", "cache_position", "cache_params")
 _OPTIONS = ("output_", "return_", "use_", "logits_to_keep")
 _LABELS = ("label", "labels", "label_ids")
@@ -98,7 +95,6 @@ def columns_of(model: nn.Module, more: tuple[str, ...] = ()) -> Columns:
     refused = tuple(n for n in named if n in _NEVER or n.startswith(_OPTIONS))
     labels = tuple(n for n in named if _is_label(n) and n not in refused)
     rest = [n for n in named if n not in (*labels, *refused)]
-    rest.sort(key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
     config: Any = getattr(model, "config", None)
     of_text = getattr(config, "get_text_config", lambda: config)()
     any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -165,18 +161,12 @@ class Outline:
     members: tuple[int, ...]  # per block the length of the tuple it returns; 0: a tensor
     side_modules: Mapping[str, SideModule]  # outside the list
     columns: Columns  # that the forward takes
-    ids: bool = False  # whether later stages need the token ids
     prefix: str = ""  # of the model's names inside a PeftModel
 
     @property
     def blocks(self) -> int:
         """Number of blocks to cut between: the list's, one before it and one after it."""
         return len(self.members) + 2
-
-    @property
-    def passed(self) -> tuple[str, ...]:
-        """Names of the columns that stages pass on with the hidden state, in order."""
-        return self.columns.takes[0 if self.ids else 1 :]
 
 
 def is_pretrained(model: object) -> bool:
@@ -238,11 +228,6 @@ def find_outline(
                 f"model: its config asks for {option}, which no stage has of all blocks; set "
                 f"model.config.{option} = False"
             )
-    if getattr(config, "layerdrop", 0):
-        raise ValueError(
-            "model: its config's layerdrop leaves out blocks at random, and with them the places "
-            "where it is cut; make it with layerdrop=0"
-        )
     if getattr(config, "rescale_every", 0):
         raise ValueError(
             f"model: {type(model).__name__} divides its weights in evaluation, of which a pipeline "

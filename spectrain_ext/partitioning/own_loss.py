@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .outline import Columns, copy_sharing, evaluated, quoted, set_mode
 from .profile import forked_rng, untouched
-from .provenance import Provenance, close, running
+from .tensors import StandIns, close, running
 
 NO_LOSS = "the model has no loss of its own that is known; give a loss_fn"
 #: The label of positions without a loss.
@@ -73,7 +73,7 @@ class _Argument(NamedTuple):
 
 
 def own_loss(
-    model: Any, columns: Columns, example: object, output: Any, provenance: Provenance | None = None
+    model: Any, columns: Columns, example: object, output: Any, stand_ins: StandIns | None = None
 ) -> OwnLoss | str:
     """Record how a model computes its loss; return it, or why it cannot be used."""
     if not isinstance(output, Mapping):
@@ -82,7 +82,7 @@ def own_loss(
     if not labels:
         return f"a {type(model).__name__} takes no labels that could be made up; give it a loss_fn"
     batch = {**columns.of(example), **labels}
-    learned = partial(_learned, model, batch, tuple(labels), columns.fixed, provenance)
+    learned = partial(_learned, model, batch, tuple(labels), columns.fixed, stand_ins)
     config = vars(model.config)
     before = dict(config)
     loss: OwnLoss | str = ""
@@ -107,45 +107,48 @@ def _learned(
     batch: Mapping[str, Tensor],
     labels: tuple[str, ...],
     fixed: Mapping[str, Any],
-    provenance: Provenance | None,
+    stand_ins: StandIns | None,
 ) -> OwnLoss | str:
-    """Return a model's loss in its present mode, if recomputing it gives the same value."""
+    """Return a model's loss in its present mode, if its loss_function alone computes it."""
     kind = type(model).__name__
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    calls: list[tuple[tuple[Any, ...], dict[str, Any], Tensor, int]] = []
     real: Callable[..., Tensor] = model.loss_function
 
     def watched(*args: Any, **kwargs: Any) -> Tensor:
-        calls.append((args, kwargs))
-        return real(*args, **kwargs)
+        loss = real(*args, **kwargs)
+        calls.append((args, kwargs, loss, loss._version))
+        return loss
 
     copied = copy_sharing(model, {})
     vars(copied)["_loss_function"] = watched
-    with running(provenance):
+    with running(copied, stand_ins):
         output = copied(**batch, **fixed)
     if len(calls) != 1:
         return f"a {kind} computes its loss otherwise than by its loss_function; give a loss_fn"
-    args, kwargs = calls[0]
+    args, kwargs, returned, version = calls[0]
+    is_alone = output["loss"] is returned and returned._version == version
+    sources = {
+        id(tensor): _Argument(source, key)
+        for source, holder in (("batch", batch), ("output", output))
+        for key, tensor in holder.items()
+        if isinstance(tensor, Tensor)
+    }
 
     def argument_of(value: Any) -> Any:
-        for source, holder in (("output", output), ("batch", batch)):
-            for key, tensor in holder.items():
-                if tensor is value:
-                    return _Argument(source, key)
-        return None if isinstance(value, Tensor) else value
+        return sources.get(id(value)) if isinstance(value, Tensor) else value
 
     arguments = tuple(map(argument_of, args)), {k: argument_of(v) for k, v in kwargs.items()}
     loss = OwnLoss(real, *arguments, labels)
     try:
-        with running(provenance):
+        with running(copied, stand_ins):
             recomputed = loss(output, batch)
-            assert isinstance(recomputed, Tensor)
-            same = torch.equal if provenance is None else provenance.same
-            is_same = same(recomputed, output["loss"])
+        assert isinstance(recomputed, Tensor)
+        is_alone &= stand_ins is not None or torch.equal(recomputed, returned)
     except Exception as error:
         return f"a {kind}'s loss needs more than its output and labels: {error}"
-    if not is_same:
+    if not is_alone:
         return f"a {kind}'s loss is not its loss_function's alone; give a loss_fn"
-    if provenance is not None:  # there are no values, so make some up
+    if stand_ins is not None:  # there are no values, so make some up
         output = {key: _with_values(value) for key, value in output.items()}
         batch = {key: _with_values(value) for key, value in batch.items()}
     # Is it a mean over all labels, or over all but the first (next-token prediction)?
@@ -168,20 +171,16 @@ def _is_quotient(loss: OwnLoss, summed: OwnLoss, output: Any, batch: Mapping[str
     """Whether the loss is sum / count, also when some labels are ignored."""
     if len(summed.labels) > 1 or batch[summed.labels[0]].is_floating_point():
         return False
-    labels = batch[summed.labels[0]]
-    some, ends = labels.clone(), labels.clone()
-    some.view(-1)[1::3] = _IGNORED
-    ends[..., 1:-1] = _IGNORED  # without the first, half of the labels are left
+    labels = batch[summed.labels[0]].clone()
+    labels.view(-1)[1::3] = _IGNORED
+    batch = {**batch, summed.labels[0]: labels}
     try:
-        for kept in (labels, some, ends):
-            mean = loss(output, {**batch, summed.labels[0]: kept})
-            total, count = summed(output, {**batch, summed.labels[0]: kept})
-            assert isinstance(mean, Tensor)
-            if total.shape != mean.shape or not close(total / count, mean):
-                return False
+        mean = loss(output, batch)
+        total, count = summed(output, batch)
+        assert isinstance(mean, Tensor)
+        return total.shape == mean.shape and close(total / count, mean)
     except (TypeError, ValueError, IndexError, RuntimeError):
         return False
-    return True
 
 
 def _labels(

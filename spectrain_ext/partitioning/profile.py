@@ -21,7 +21,7 @@ from spectrain_ext.rng import RNG_LOCK
 from spectrain_ext.transport.message import Value, as_value, each, refused, tensors_in
 
 from .outline import modes_kept, set_mode
-from .provenance import Provenance, Writes, is_valueless, running, storage_of
+from .tensors import is_valueless
 
 _CACHE = 4 * 2**20  # bytes, more than a core's own caches
 _MOST = 10**18  # limit of a profile's numbers, so that sums, products and squares stay finite
@@ -125,8 +125,7 @@ def measure(blocks: Sequence[nn.Module], example_input: Value, *, repeats: int =
     """Time the forward and backward of every block, and return the medians.
 
     Parameters, gradients, module buffers and random number generators are left unchanged. Blocks on
-    the meta device are not timed: their time is estimated from the floating-point operations of
-    matrix products and convolutions, at 10^12 a second, with a backward twice as long as a forward.
+    the meta device are not run: a parameter, except of embeddings, counts as a nanosecond.
 
     Args:
         blocks: the model's blocks. Each runs on its own device and in its current mode.
@@ -146,7 +145,7 @@ def measure(blocks: Sequence[nn.Module], example_input: Value, *, repeats: int =
         raise ValueError(f"repeats: expected at least 1, got {repeats}")
     value = as_value(example_input, "example_input")
     if is_valueless(*blocks):
-        return Profile(tuple(_estimated(blocks, value)))
+        return profile_by_parameters(blocks)
     with forked_rng(blocks):
         return Profile(tuple(_timed(blocks, value, repeats)))
 
@@ -189,22 +188,6 @@ def _forward_backward(
         _wait(output)
         backward = time.perf_counter() - start
     return forward + backward, forward, each(output, Tensor.detach)
-
-
-def _estimated(blocks: Sequence[nn.Module], value: Value) -> Iterator[BlockProfile]:
-    from torch.utils.flop_counter import FlopCounterMode
-
-    provenance = Provenance(nn.ModuleList(blocks))
-    value = provenance.given(value)
-    with provenance.kept(), torch.enable_grad():
-        for index, block in enumerate(blocks):
-            saved: dict[int, int] = {}
-            counter = FlopCounterMode(display=False)
-            with counter, _counting(block, saved):
-                output = _output(block, _entered(value, index), index, index == len(blocks) - 1)
-            value = each(output, Tensor.detach)
-            seconds = 3e-12 * counter.get_total_flops()
-            yield _profile(index, block, seconds, value, sum(saved.values()))
 
 
 def _profile(
@@ -266,40 +249,27 @@ def measure_on_rank_0(measure: Callable[[], Profile], blocks: Sequence[nn.Module
     """Measure, in a process group on rank 0 for all ranks, so that all cut alike."""
     if not dist.is_available() or not dist.is_initialized():
         return measure()
+    profile: Profile | None = None
     failure: Exception | None = None
-    profile = profile_by_parameters(blocks)
     if dist.get_rank() == 0:
         try:
             profile = measure()
         except Exception as error:  # raised after the others are notified
             failure = error
-    kinds = [each.partition(":")[0] for each in str(dist.get_backend_config()).split(",")]
-    device = "cpu" if "cpu" in kinds else kinds[0]
-    counts = torch.tensor([len(blocks), -len(blocks), int(failure is not None)], device=device)
-    dist.all_reduce(counts, dist.ReduceOp.MAX)
-    most, least, failed = counts.tolist()
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (len(blocks), profile))
+    profile = gathered[0][1]
     if failure is not None:
         raise failure
-    if failed:
+    if profile is None:
         raise RuntimeError("model: rank 0, whose cut is everybody's, could not measure it")
-    if most != -least:
+    counts = [count for count, _ in gathered]
+    if min(counts) != max(counts):
         raise ValueError(
-            f"model: it has {len(blocks)} blocks here, and on other ranks {-least} to {most}; "
-            "every rank must cut the same model"
+            f"model: it has {len(blocks)} blocks here, and on other ranks {min(counts)} to "
+            f"{max(counts)}; every rank must cut the same model"
         )
-    rows = [
-        (b.seconds, b.output_bytes, b.parameter_bytes, b.saved_bytes, b.parts[0])
-        for b in profile.blocks
-    ]
-    numbers = torch.tensor(rows, dtype=torch.float64, device=device)
-    dist.broadcast(numbers, 0)
-    pairs = zip(numbers.tolist(), profile.blocks, strict=True)
-    return Profile(
-        tuple(
-            BlockProfile(seconds, int(output), int(parameters), int(saved), block.name, forward)
-            for (seconds, output, parameters, saved, forward), block in pairs
-        )
-    )
+    return profile
 
 
 def _entered(value: Value, index: int) -> Value:
@@ -334,28 +304,22 @@ def written_buffers(
     run: Callable[[Any], object],
     example: object,
     blocks: Sequence[nn.Module],  # may hold further buffers, such as constants of the code
-) -> set[int]:
-    """Return the storages of buffers that a forward writes to; all without an example that runs."""
-    storages = {storage_of(b) for module in (model, *blocks) for b in module.buffers()}
-    if example is None:
-        return storages
-    provenance = Provenance(model) if is_valueless(model) else None
-    writes = Writes()
+) -> set[Tensor]:
+    """Return the buffers that a forward writes to; all without values or an example that runs."""
+    parts = nn.ModuleList([model, *blocks])
+    buffers = set(parts.buffers())
+    if example is None or is_valueless(model):
+        return buffers
     try:
-        value = as_value(example, "example_input")
-        if provenance is not None:
-            value = provenance.given(value)
-        with modes_kept(model), untouched(model), forked_rng([model]), running(provenance), writes:
+        value = _entered(as_value(example, "example_input"), 0)
+        with modes_kept(model), untouched(parts), forked_rng([model]), torch.no_grad():
+            before = {buffer: buffer.clone() for buffer in buffers}
             for training in (True, False):
                 set_mode(model, training)
-                with torch.no_grad():
-                    run(_entered(value, 0))
+                run(value)
+            return {buffer for buffer in buffers if not buffer.equal(before[buffer])}
     except Exception:
-        return storages
-    written = writes.storages
-    if provenance is not None:
-        written |= provenance.originals(written)
-    return storages & written
+        return buffers
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,7 @@ from .outline import Columns, set_mode
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
-# (training, whether gradients are enabled); None: the modules' original modes
-Mode = tuple[bool | None, bool]
+Mode = bool | None  # training; None: the modules' original modes
 _SIZES = ("aten.sym_size.int", "aten.sym_numel.default", "aten.sym_stride.int")
 
 
@@ -28,21 +27,13 @@ class Port:
     source: tuple[str, str]  # the module that made it, and the operation
     shape: tuple[int | None, ...]  # None: any size
     dtype: torch.dtype
-    sizes: tuple[str, ...]  # in terms of the symbolic sizes of the trace's inputs
 
     @classmethod
     def of(cls, node: fx.Node) -> Port:
         value = node.meta["val"]
         stack = list(node.meta.get("nn_module_stack", {}).values())
         source = (stack[-1][0] if stack else "", str(node.target))
-        fixed = tuple(_fixed(size) for size in value.shape)
-        return cls(node.name, source, fixed, value.dtype, tuple(map(str, value.shape)))
-
-    def takes(self, tensor: Tensor) -> bool:
-        sizes = tensor.shape
-        return len(self.shape) == len(sizes) and all(
-            want is None or want == size for want, size in zip(self.shape, sizes, strict=True)
-        )
+        return cls(node.name, source, tuple(map(_fixed, value.shape)), value.dtype)
 
     def __str__(self) -> str:
         sizes = ", ".join("*" if size is None else str(size) for size in self.shape)
@@ -55,7 +46,7 @@ class Program:
     def __init__(
         self,
         module: fx.GraphModule,  # takes the inputs, then the state; holds no tensors
-        state: dict[str, Tensor],  # by the model's names, as it was when traced
+        state: Sequence[Tensor],  # as it was when traced
         example: Sequence[Tensor],  # the traced inputs
         inputs: tuple[Port, ...],
         form: Callable[[tuple[Tensor, ...]], Any],  # rebuilds the output's containers
@@ -63,28 +54,16 @@ class Program:
         # branch; None if no branch depends on sizes.
         guards: nn.Module | None,
     ) -> None:
-        tensors = list(state.values()) or example
-        self.state = tuple(state)
+        tensors = state or example
         self.inputs = inputs
-        self._module = module
         self._form = form
         self._guards = guards
-        #: why a single sample has no program, if this one is not for it
+        # Of a single sample, for which the guards fail: which inputs are of samples, and what the
+        # model does otherwise (None: nothing).
+        self.sampled: Sequence[bool] = ()
         self.single_sample_error: str | None = None
-        self._dtypes = [t.dtype for t in tensors]
-        nodes = [node for part in _graphs(module) for node in part.graph.nodes]
-        constants: list[Any] = []
-        map_aggregate([(node.args, node.kwargs) for node in nodes], constants.append)
-        # whether the graph names dtypes, so that it holds for these only
-        self._types = any(isinstance(c, torch.dtype) and c.is_floating_point for c in constants)
         self._device = tensors[0].device if tensors else torch.device("cpu")
-        self._moved: dict[torch.device, fx.GraphModule] | None = None
-        if any(isinstance(c, torch.device) for c in constants) or any(map(_enters_autocast, nodes)):
-            self._moved = {self._device: module}
-
-    @property
-    def code(self) -> str:
-        return str(self._module.code)
+        self._by_device = {self._device: module}
 
     def __deepcopy__(self, memo: object) -> Program:
         return self
@@ -100,7 +79,10 @@ class Program:
             names = ", ".join(port.name for port in self.inputs)
             return f"expected {len(self.inputs)} tensors ({names}), got {len(tensors)}"
         for port, tensor in zip(self.inputs, tensors, strict=True):
-            if not port.takes(tensor):
+            if len(port.shape) != tensor.dim() or any(
+                wanted not in (None, size)
+                for wanted, size in zip(port.shape, tensor.shape, strict=True)
+            ):
                 return (
                     f"expected {port}, got shape {tuple(tensor.shape)}; what the model did with "
                     "the sizes of example_input is fixed: cut it with one of such sizes"
@@ -110,14 +92,19 @@ class Program:
     def branch_error(self, tensors: Sequence[Tensor]) -> str | None:
         if self._guards is None:
             return None
-        try:
-            self._guards(*tensors)
-        except AssertionError as error:
-            if self.single_sample_error is not None and tensors[0].shape[:1] == (1,):
+        if self.sampled and tensors[0].shape[:1] == (1,):
+            if self.single_sample_error is not None:
                 return (
                     f"a single sample: {self.single_sample_error}; leave such a batch out "
                     "(drop_last=True), or have fewer microbatches"
                 )
+            pairs = zip(tensors, self.sampled, strict=True)
+            several = [t.expand(2, *t.shape[1:]) if many else t for t, many in pairs]
+        else:
+            several = list(tensors)
+        try:
+            self._guards(*several)
+        except AssertionError as error:
             return (
                 f"{error}, got shapes {[tuple(t.shape) for t in tensors]}; the model does "
                 "something else there than with example_input: cut it with one of such sizes"
@@ -129,38 +116,30 @@ class Program:
         if why is not None:
             raise ValueError(why)
         tensors = state or given
-        for tensor, dtype in zip(tensors, self._dtypes, strict=True) if self._types else ():
-            if tensor.dtype != dtype:
-                raise TypeError(
-                    f"expected {dtype} as when the model was cut, got {tensor.dtype}; what its "
-                    "code said about dtypes is fixed: convert the model before it is cut"
-                )
-        module = self._module
-        if self._moved is not None and tensors:
-            module = self._on(tensors[0].device)
+        module = self._on(tensors[0].device if tensors else self._device)
         return self._form(module(*given, *state))
 
     def _on(self, device: torch.device) -> fx.GraphModule:
         """Return the graph for the device that the stage has been moved to."""
-        assert self._moved is not None
-        if device not in self._moved:
-            home = self._device
+        if device not in self._by_device:
+            home = self._device.type
 
             def moved(constant: Any) -> Any:
-                if isinstance(constant, torch.device) and constant.type == home.type:
-                    return device if constant.index in (None, home.index) else constant
-                return constant
+                is_home = isinstance(constant, torch.device) and constant.type == home
+                return device if is_home else constant
 
-            module = copy.deepcopy(self._module).to(device)
-            for part in _graphs(module):
+            module = copy.deepcopy(self._by_device[self._device]).to(device)
+            # The graph and its subgraphs, such as those under autocast.
+            parts = [part for part in module.modules() if isinstance(part, fx.GraphModule)]
+            for part in parts:
                 for node in part.graph.nodes:
                     node.args = map_aggregate(node.args, moved)
                     node.kwargs = map_aggregate(node.kwargs, moved)
-                    if _enters_autocast(node) and node.args[0] == home.type:
+                    if str(node.target) == "wrap_with_autocast" and node.args[0] == home:
                         node.args = (device.type, *node.args[1:])
                 part.recompile()
-            self._moved[device] = module
-        return self._moved[device]
+            self._by_device[device] = module
+        return self._by_device[device]
 
 
 class State(nn.Module):
@@ -173,17 +152,10 @@ class State(nn.Module):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
-    program: Program
-    slots: tuple[tuple[nn.Module, str], ...]
-
-    def __call__(self, tensors: tuple[Tensor, ...]) -> Any:
-        return self.program(tensors, [getattr(owner, name) for owner, name in self.slots])
-
-
-#: The graphs of each mode, of which the first that fits the sizes is used; or why there are none.
-Graphs = dict[Mode, "tuple[Bound, ...] | str"]
+#: A module and the name of its parameter or buffer.
+Slot = tuple[nn.Module, str]
+#: A stage's computation in a mode, and where its state is.
+Graph = tuple[Program, list[Slot]]
 
 
 class TracedStage(nn.Module):
@@ -199,20 +171,20 @@ class TracedStage(nn.Module):
 
     block_names: Sequence[str] = ()  # the modules in it are never called
 
-    def __init__(self, part: State, modes: Graphs, training: bool) -> None:
+    def __init__(self, part: State, modes: dict[Mode, Graph | str], training: bool) -> None:
         super().__init__()
         self.part = part
-        self._modes = modes
+        self._modes = modes  # a text says why there is no graph of a mode
         # The stage's mode that stands for the modules' mixed ones, until train() or eval().
-        self._mixed: bool | None = training if (None, True) in modes else None
+        self._mixed: bool | None = training if None in modes else None
         self.columns: Columns | None = None  # set on a first stage that takes mappings
         set_mode(self, training)
 
     @property
     def takes(self) -> int:
         """Number of input tensors."""
-        graphs = next(graphs for graphs in self._modes.values() if not isinstance(graphs, str))
-        return len(graphs[-1].program.inputs)
+        graphs = [graph for graph in self._modes.values() if not isinstance(graph, str)]
+        return len(graphs[0][0].inputs)
 
     def full_name(self, name: str) -> str:
         """Return the uncut model's name of a parameter or module buffer of this stage."""
@@ -220,8 +192,7 @@ class TracedStage(nn.Module):
 
     def train(self, mode: bool = True) -> TracedStage:
         """Select the training or evaluation graph; RuntimeError if there is none."""
-        why = self._modes[mode, True]
-        if isinstance(why, str) and isinstance(self._modes[mode, False], str):
+        if isinstance(why := self._modes[mode], str):
             raise RuntimeError(f"{'train' if mode else 'eval'}: {why}")
         self._mixed = None
         set_mode(self, mode)
@@ -232,102 +203,92 @@ class TracedStage(nn.Module):
         if self.columns is not None:
             value = tuple(self.columns.of(value).values())
         tensors = value if isinstance(value, tuple) else (value,)
-        mode = None if self._mixed is self.training else self.training
-        graphs = self._modes[mode, torch.is_grad_enabled()]
-        if isinstance(graphs, str):
-            raise RuntimeError(f"forward: {graphs}")
-        for graph in graphs[:-1]:
-            if graph.program.shape_error(tensors) is None:
-                return graph(tensors)
-        return graphs[-1](tensors)
+        graph = self._modes[None if self._mixed is self.training else self.training]
+        if isinstance(graph, str):
+            raise RuntimeError(f"forward: {graph}")
+        program, slots = graph
+        return program(tensors, [getattr(owner, name) for owner, name in slots])
 
 
-def programs_of(
-    exported: ExportedProgram,
-    carried: Sequence[Set[str]],  # by stage, inputs of the model that arrive there even if unused
-) -> list[tuple[Program, dict[str, Tensor]]]:
+def programs_of(exported: ExportedProgram) -> list[tuple[Program, dict[str, Tensor]]]:
     """Cut an exported model at its marks; return each stage's program and state."""
-    cutter = _Cutter(exported, carried)
-    return [cutter.program(k) for k in range(cutter.stages)]
+    cutter = _Cutter(exported)
+    return [cutter.program(k) for k in range(len(cutter.stages))]
 
 
 class _Cutter:
     """Splits an exported model's graph by the stages that make and need its values."""
 
-    def __init__(self, exported: ExportedProgram, carried: Sequence[Set[str]]) -> None:
+    def __init__(self, exported: ExportedProgram) -> None:
         self._module = exported.module()
-        self._carried = carried
         self._guards: nn.Module | None = None
-        self._inputs: list[fx.Node] = []
         self._returned: list[fx.Node] = []
         self._home: dict[fx.Node, int] = {}  # the stage that makes a value; -1: a model input
-        self._stages: list[list[fx.Node]] = [[]]
+        self._last: dict[fx.Node, int] = {}  # the last stage that takes a value from another
+        self.stages: list[list[fx.Node]] = [[]]
         for node in self._module.graph.nodes:
             self._place(node)
-        if not self._stages[-1] and len(self._stages) > 1:
-            self._stages.pop()
+        if not self.stages[-1] and len(self.stages) > 1:
+            self.stages.pop()
         spec = exported.call_spec.out_spec
         assert spec is not None
         flat = not spec.is_leaf() and all(child.is_leaf() for child in spec.children())
         # A tuple or list of tensors becomes a tuple; other outputs are rebuilt as they were.
         listed = flat and spec.type in (tuple, list)
         self._form: Callable[[tuple[Tensor, ...]], Any] = tuple if listed else spec.unflatten
-        self.stages = len(self._stages)
-        self._needs = [self._needed(k) for k in range(self.stages)]
-        for k in range(self.stages):
-            self._need_sizes(k)
+        for k, nodes in enumerate(self.stages):
+            for node in nodes:
+                self._take(node.all_input_nodes, k)
+        self._take(self._returned, len(self.stages) - 1)
+        for k in range(len(self.stages)):
+            self._take_sizes(k)
 
     def _place(self, node: fx.Node) -> None:
         if node.op == "placeholder":
-            self._inputs.append(node)
             self._home[node] = -1
         elif node.op == "call_module":  # only the guards
             self._guards = self._module.get_submodule(str(node.target))
         elif node.op == "output":
             returned: Any = node.args[0]
             self._returned = list(returned) if isinstance(returned, (tuple, list)) else [returned]
-        elif str(node.target) == "pippy._pipe_split.default":
-            if self._stages[-1]:
-                self._stages.append([])
-        elif node.op == "call_function" and not _is_size(node):
-            home = len(self._stages) - 1
-            # A tuple is unpacked on the stage that made it.
-            if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-                home = self._home[node.args[0]]
-            self._home[node] = home
-            self._stages[home].append(node)
-
-    # Values that a stage needs from others
-
-    def _needed(self, k: int) -> set[fx.Node]:
-        users = [value for node in self._stages[k] for value in node.all_input_nodes]
-        if k == self.stages - 1:
             for value in self._returned:
                 if not isinstance(value, fx.Node) or not _is_tensor(value):
                     raise ValueError(
                         f"split_points: the model returns {value!r}, expected a tensor or a tuple "
                         "of tensors"
                     )
-            users += self._returned
-        arriving = {node for node in users if self._home.get(node, k) < k}
-        for node in arriving:
+        elif str(node.target) == "pippy._pipe_split.default":
+            if self.stages[-1]:
+                self.stages.append([])
+        elif node.op == "call_function" and not _is_size(node):
+            home = len(self.stages) - 1
+            # A tuple is unpacked on the stage that made it.
+            if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+                home = self._home[node.args[0]]
+            self._home[node] = home
+            self.stages[home].append(node)
+
+    def _take(self, values: Sequence[fx.Node], k: int) -> None:
+        """Have values that other stages make arrive at a stage."""
+        for node in values:
+            if self._home.get(node, k) == k:
+                continue
             if not _is_tensor(node):
                 raise ValueError(
                     f"split_points: stage {k} takes {node.name}, a "
                     f"{type(node.meta.get('val')).__name__}; stages can pass on nothing but tensors"
                 )
-        return arriving
+            self._last[node] = max(k, self._last.get(node, k))
 
-    def _need_sizes(self, k: int) -> None:
+    def _take_sizes(self, k: int) -> None:
         """Read sizes from a tensor that arrives anyway, or else pass on the tensor they are of."""
-        waiting = [n for node in self._stages[k] for n in node.all_input_nodes if _is_size(n)]
+        waiting = [n for node in self.stages[k] for n in node.all_input_nodes if _is_size(n)]
         while waiting:
             node = waiting.pop()
-            for source in node.all_input_nodes:
-                if _is_size(source):
-                    waiting.append(source)
-                elif self._home.get(source, k) < k and not self._carrier(node, k):
-                    self._needs[k].add(source)
+            sources = node.all_input_nodes
+            waiting += filter(_is_size, sources)
+            if not self._carrier(node, k):
+                self._take([source for source in sources if not _is_size(source)], k)
 
     def _carrier(self, size: fx.Node, k: int) -> tuple[fx.Node, int] | None:
         """Return a tensor that arrives at the stage and has this size, and the dimension."""
@@ -342,35 +303,28 @@ class _Cutter:
 
     def _arriving(self, k: int) -> list[fx.Node]:
         if k == 0:
-            return self._inputs
-        later = set().union(*self._needs[k:])
-        carried = self._carried[k] if k < len(self._carried) else ()
-        later.update(node for node in self._inputs if node.name in carried)
-        return sorted(n for n in later if self._home[n] < k)
+            return [node for node, home in self._home.items() if home < 0]
+        return sorted(node for node, last in self._last.items() if self._home[node] < k <= last)
 
     def program(self, k: int) -> tuple[Program, dict[str, Tensor]]:
-        last = k == self.stages - 1
+        is_last = k == len(self.stages) - 1
         arrives = self._arriving(k)
-        leaves = self._returned if last else self._arriving(k + 1)
+        leaves = self._returned if is_last else self._arriving(k + 1)
         if not leaves:
             raise ValueError(f"split_points: no later stage needs anything of stage {k}")
         graph = fx.Graph()
-        known = {node: graph.placeholder(node.name) for node in arrives}
+        copies = {node: graph.placeholder(node.name) for node in arrives}
         bodies: dict[str, Any] = {}
         state: dict[str, Tensor] = {}
         placeholders: dict[str, fx.Node] = {}
 
-        def value(node: fx.Node) -> fx.Node:
-            if node not in known:
-                known[node] = made(node)
-                known[node].meta = {}
-            return known[node]
+        def copied(node: fx.Node) -> fx.Node:
+            if node not in copies:
+                copies[node] = copy_of(node)
+                copies[node].meta = {}
+            return copies[node]
 
-        def late(node: fx.Node) -> bool:  # a size of a tensor that does not arrive
-            inputs = [n for n in node.all_input_nodes if self._home.get(n, k) < k]
-            return _is_size(node) and not set(inputs) <= set(arrives)
-
-        def made(node: fx.Node) -> fx.Node:
+        def copy_of(node: fx.Node) -> fx.Node:
             if node.op == "get_attr":
                 name = str(node.target)
                 held = operator.attrgetter(name)(self._module)
@@ -381,21 +335,21 @@ class _Cutter:
                     state[name] = held
                     placeholders[name] = graph.placeholder(f"state_{len(placeholders)}")
                 return placeholders[name]
-            if late(node) and (carrier := self._carrier(node, k)) is not None:
+            if (carrier := self._carrier(node, k)) is not None:
                 source, dim = carrier
-                return graph.call_function(torch.ops.aten.sym_size.int, (known[source], dim))
-            return graph.node_copy(node, value)
+                return graph.call_function(torch.ops.aten.sym_size.int, (copies[source], dim))
+            return graph.node_copy(node, copied)
 
-        for node in self._stages[k]:
-            value(node)
-        graph.output(tuple(value(node) for node in leaves))
+        for node in self.stages[k]:
+            copied(node)
+        graph.output(tuple(map(copied, leaves)))
         graph.lint()
         program = Program(
             fx.GraphModule(bodies, graph),
-            state,
+            list(state.values()),
             [node.meta["val"] for node in arrives],
             tuple(map(Port.of, arrives)),
-            self._form if last else (operator.itemgetter(0) if len(leaves) == 1 else tuple),
+            self._form if is_last else (operator.itemgetter(0) if len(leaves) == 1 else tuple),
             self._guards if k == 0 else None,
         )
         return program, state
@@ -420,12 +374,3 @@ def _is_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), numbers) and (
         str(node.target) in _SIZES or all(map(_is_size, node.all_input_nodes))
     )
-
-
-def _graphs(module: nn.Module) -> Iterator[fx.GraphModule]:
-    """Return a graph and its subgraphs, such as those under autocast."""
-    return (part for part in module.modules() if isinstance(part, fx.GraphModule))
-
-
-def _enters_autocast(node: fx.Node) -> bool:
-    return str(node.target) == "wrap_with_autocast"

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch import nn
 
-from spectrain_ext.transport.message import Value, tensors_in
+from spectrain_ext.transport.message import Value
 
 from .blocks import BlockList, blocks_of, mark, slices_of, ties_of
 from .cut import REMEDY, Cut, HasDocument, PlannedCut, check_ends, check_stages, cut, planned_cut
@@ -20,13 +19,7 @@ from .decoders import Decoder
 from .outline import adapted, is_pretrained
 from .own_loss import OwnLoss
 from .profile import Profile, Tie, measure_on_rank_0, profile_by_parameters, written_buffers
-from .provenance import is_valueless, storage_of
 from .traced import Traceable
-
-if TYPE_CHECKING:
-    from torch.distributed.pipelining import SplitPoint
-
-_logger = logging.getLogger(__name__)
 
 
 def cut_at(model: nn.Module | Sequence[nn.Module], ends: Sequence[int]) -> list[nn.Module]:
@@ -116,9 +109,7 @@ def partition(
     *,
     plan: str | os.PathLike[str] | Mapping[str, Any] | HasDocument | None = None,
     columns: Sequence[str] = (),
-    split_points: Mapping[str, SplitPoint] | Sequence[str] | None = None,
-    before: Callable[[Any], Any] | None = None,
-    after: Callable[[Any], Any] | None = None,
+    split_points: Sequence[str] | None = None,
     profile: Profile | Literal["parameters"] | None = None,
     speeds: Sequence[float] | None = None,
     bandwidth: float | Sequence[float] | None = None,
@@ -127,9 +118,8 @@ def partition(
     """Cut a model into stages so that the slowest stage is as fast as possible.
 
     Stages may share parameters (tied weights); pipelines train these as one. Stages keep the
-    model's parameter names; a list with ``before`` or ``after`` has ``before.*``, ``blocks.0.*``,
-    ..., ``after.*``. A model on the meta device is cut without values (see ``measure``), and
-    ``materialize`` fills each stage afterwards.
+    model's parameter names. A model on the meta device, unless it is traced, is cut without values
+    (see ``measure``), and ``materialize`` fills each stage afterwards.
 
     Args:
         model: one of
@@ -154,10 +144,8 @@ def partition(
             columns are dropped, as in transformers' ``Trainer``, unless ``forward`` has a parameter
             of that name or they are ``label``, ``labels`` or ``label_ids``. For a model that takes
             a dict, columns that are neither in the example nor labels are dropped.
-        split_points: names of submodules to cut before, or a mapping to ``SplitPoint``. With more
-            than ``n_stages - 1`` of them, the best are used.
-        before, after: modules, or functions without parameters, to run before the first and after
-            the last of a list of blocks. They count as blocks.
+        split_points: names of submodules to cut before. With more than ``n_stages - 1`` of them,
+            the best are used.
         profile: used instead of measuring; it describes the blocks, or the parts between all split
             points. ``"parameters"`` counts a block's parameters, without embeddings, which gives
             the same cut in every process.
@@ -179,9 +167,8 @@ def partition(
         RuntimeError: torch.export cannot trace the model in its present mode.
 
     Tracing fixes what the model's code derived from module attributes (a dropout's ``p``) and from
-    ``requires_grad``; only the mode, sizes, devices and whether gradients are enabled may change.
-    A traced stage raises ValueError or TypeError for sizes or dtypes that its code would treat
-    differently.
+    ``requires_grad``, and the dtypes that it names; only the mode, sizes and devices may change. A
+    traced stage raises ValueError for sizes that its code would treat differently.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -200,40 +187,28 @@ def partition(
         raise ValueError(f"profile: expected a Profile or 'parameters', got {profile!r}")
     if isinstance(columns, str) or not all(isinstance(name, str) for name in columns):
         raise TypeError(f"columns: expected a sequence of names, got {columns!r}")
-    kept = tuple(columns)
-    source = _source(model, n_stages, example_input, split_points, before, after, kept, planned)
+    source = _source(model, n_stages, example_input, split_points, tuple(columns), planned)
     blocks = source.blocks
     if planned is not None:
         planned.check(source.names, n_stages)
     check_stages(n_stages, len(blocks))
-    ties = _ties(source, blocks)
-    if isinstance(profile, Profile):
-        count = len(profile.blocks)
-        if count != len(blocks):
-            raise ValueError(
-                f"profile: expected {len(blocks)} blocks, as the model has, got {count}"
-            )
-        named = _with_names(profile, source.names)
-    else:
-        if profile == "parameters":
-            measured = profile_by_parameters(blocks)
-        elif planned is not None:
-            measured = Profile(planned.blocks)
-        else:
-            measured = measure_on_rank_0(source.measure, blocks)
-        profile = named = replace(_with_names(measured, source.names), ties=ties)
+    ties = _ties(source, blocks) if planned is None else planned.closed
+    if profile == "parameters":
+        profile = profile_by_parameters(blocks)
+    elif profile is None:
+        known = planned and Profile(planned.blocks)
+        profile = known or measure_on_rank_0(source.measure, blocks)
+    elif len(profile.blocks) != len(blocks):
+        raise ValueError(
+            f"profile: expected {len(blocks)} blocks, as the model has, got {len(profile.blocks)}"
+        )
+    profile = replace(_with_names(profile, source.names), ties=ties)
     options: Any = {"speeds": speeds, "bandwidth": bandwidth, "memory_limit": memory_limit}
-
-    def cut_with(ties: tuple[Tie, ...]) -> Cut:
-        return cut(replace(named, ties=ties), n_stages, **options)
-
-    best = cut_with(ties if planned is None else planned.closed)
-    if ties and planned is None:
-        _log_ties(ties, best, cut_with(()))
+    best = cut(profile, n_stages, **options)
     if source.narrow and bandwidth is None:
         # Without a bandwidth the cost of several tensors at a cut is unknown: prefer cuts with one.
         with suppress(ValueError):
-            narrow = cut_with((*ties, *source.narrow))
+            narrow = cut(replace(profile, ties=(*ties, *source.narrow)), n_stages, **options)
             if narrow.slowest <= 1.25 * best.slowest:
                 best = narrow
     stages = source.stages(best.ends)
@@ -246,32 +221,14 @@ def partition(
     return Partition(stages, best, profile, source.loss_of(stages), settings)
 
 
-def _log_ties(ties: Sequence[Tie], tied: Cut, free: Cut) -> None:
-    """Log what blocks share if stages would be much more even without it."""
-    if tied.slowest <= 1.1 * free.slowest:
-        return
-    inner = free.ends[:-1]
-    first, *others = [t for t in ties if any(t.first < end <= t.last for end in inner)]
-    _logger.warning(
-        "the slowest stage takes %.3g times as long as if all blocks could be separated; these "
-        "share %s%s; %s",
-        tied.slowest / free.slowest,
-        first.what,
-        f" (and {len(others)} more)" * bool(others),
-        REMEDY,
-    )
-
-
 def profile_of(
     model: nn.Module | Sequence[nn.Module],
     example_input: Value | None = None,
     *,
-    before: Callable[[Any], Any] | None = None,
-    after: Callable[[Any], Any] | None = None,
     repeats: int = 5,
 ) -> Profile:
     """Measure the blocks between which ``partition`` would cut a model."""
-    source = _source(model, 1, example_input, None, before, after)
+    source = _source(model, 1, example_input, None)
     measured = _with_names(source.measure(repeats), source.names)
     shared = ties_of(source.blocks, parameters=True)
     return replace(measured, ties=_ties(source, source.blocks), shared=shared)
@@ -288,7 +245,7 @@ def _ties(source: _Source, parts: Sequence[nn.Module], kinds: str = "blocks") ->
     """Return what blocks or stages share and cannot have copies of."""
     # Takes two forwards, and is seldom needed.
     written = cache(lambda: written_buffers(source.model, source.run, source.value, parts))
-    return ties_of(parts, kinds, lambda buffer: storage_of(buffer) not in written())
+    return ties_of(parts, kinds, lambda buffer: buffer not in written())
 
 
 def _with_names(profile: Profile, names: Sequence[str]) -> Profile:
@@ -308,26 +265,13 @@ def _source(
     model: nn.Module | Sequence[nn.Module],
     n_stages: int,
     example: Value | None,
-    split_points: Mapping[str, SplitPoint] | Sequence[str] | None,
-    before: Callable[[Any], Any] | None,
-    after: Callable[[Any], Any] | None,
+    split_points: Sequence[str] | None,
     kept: tuple[str, ...] = (),  # columns for the loss
     planned: PlannedCut | None = None,
 ) -> _Source:
     listed = not isinstance(model, nn.Module) or isinstance(model, (nn.Sequential, nn.ModuleList))
-    if not (before is None and after is None) and (not listed or split_points is not None):
-        raise ValueError(
-            f"before, after: for a list of blocks only, model is a {type(model).__name__}"
-        )
-    modules = [model] if isinstance(model, nn.Module) else model
-    for tensor in tensors_in(example):
-        if tensor.is_meta and not is_valueless(*modules):
-            raise ValueError(
-                f"example_input: a tensor of shape {tuple(tensor.shape)} is on the meta device and "
-                "has no values; the model has, and needs some"
-            )
     if listed and split_points is None:
-        return BlockList(blocks_of(model, before, after), example, kept, planned is not None)
+        return BlockList(blocks_of(model), example, kept, planned is not None)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     for name, module in () if listed else model.named_modules():

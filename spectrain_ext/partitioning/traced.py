@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from operator import eq
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
-from spectrain_ext.transport.message import Value, each
+from spectrain_ext.transport.message import Value
 
 from .blocks import slices_of
 from .cut import check_stages
@@ -25,101 +25,62 @@ from .outline import (
 )
 from .own_loss import NO_LOSS, OwnLoss, own_loss
 from .profile import Profile, Tie, blaming_example, measure, untouched
-from .programs import Bound, Graphs, Mode, Port, Program, State, TracedStage
-from .provenance import is_valueless, slots_of
+from .programs import Graph, Mode, Port, Slot, State, TracedStage
+from .tensors import is_valueless, slots_of
 from .tracing import MODE_NAMES, TracedModel, traces
-
-if TYPE_CHECKING:
-    from torch.distributed.pipelining import SplitPoint
-
-
-def split(
-    model: nn.Module,
-    example_input: Value,
-    split_points: Mapping[str, SplitPoint] | Sequence[str],
-    once: bool = False,  # trace only the model's present mode, for these sizes
-    columns: Columns = BY_POSITION,
-) -> list[TracedStage]:
-    """Trace a model and cut it before (or after) the named submodules; the model is unchanged."""
-    # Not at the top, because it doubles this package's import time.
-    from torch.distributed.pipelining import SplitPoint
-
-    points = (
-        dict(split_points)
-        if isinstance(split_points, Mapping)
-        else dict.fromkeys(split_points, SplitPoint.BEGINNING)
-    )
-    modules = dict(model.named_modules())
-    for name in points:
-        if name not in modules or not name:
-            raise ValueError(f"split_points: the model has no submodule {name!r}")
-    arguments: Any = example_input if isinstance(example_input, tuple) else (example_input,)
-    before = {modules[n] for n, point in points.items() if point is SplitPoint.BEGINNING}
-    after = {modules[n] for n, point in points.items() if point is SplitPoint.END}
-    return _Assembly(model, traces(model, arguments, before, after, once, columns)).stages()
 
 
 class _Assembly:
     """Makes stages from a model's traces."""
 
-    def __init__(self, model: nn.Module, by_mode: dict[Mode, list[TracedModel] | str]) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, by_mode: dict[Mode, TracedModel | str]) -> None:
+        self._training = model.training
         self._names: dict[Tensor, list[str]] = {}  # all names of each parameter and module buffer
         self._transient: set[str] = set()  # names of buffers that are not saved
-        slots = sorted(slots_of(model), key=lambda slot: slot[1] in slot[0]._buffers)
-        for owner, key, name, tensor in slots:  # parameters before buffers
+        for owner, key, name, tensor in slots_of(model):
             self._names.setdefault(tensor, []).append(name)
             if key in owner._non_persistent_buffers_set:
                 self._transient.add(name)
-        (first, _), traces = next(iter(by_mode.items()))
+        first, traces = next(iter(by_mode.items()))
         assert not isinstance(traces, str)
-        self._first, self._first_name = traces[-1], MODE_NAMES[first]
+        self._first, self._first_name = traces, MODE_NAMES[first]
         self._users: dict[Tensor, set[int]] = {}  # the stages that need a tensor
-        self._modes: dict[Mode, list[TracedModel] | str] = {}
-        for mode, graphs in by_mode.items():
-            if not isinstance(graphs, str):
-                name = MODE_NAMES[mode[0]]
-                if graphs is not by_mode[mode[0], True]:
-                    name += " without gradients"
-                graphs = self._mismatch(graphs[-1], name) or self._usable(graphs)
-            self._modes[mode] = graphs
-            for trace in graphs if not isinstance(graphs, str) else ():
-                for k, (_, state) in enumerate(trace):
-                    for tensor in state.values():
-                        self._users.setdefault(tensor, set()).add(k)
-        for tensor in self._names:
-            self._users.setdefault(tensor, {self._home(tensor)})
+        self._modes: dict[Mode, TracedModel | str] = {}
+        for mode, trace in by_mode.items():
+            if not isinstance(trace, str):
+                trace = self._mismatch(trace, MODE_NAMES[mode]) or trace
+            self._modes[mode] = trace
+            for k, (_, state) in enumerate(trace if not isinstance(trace, str) else ()):
+                for tensor in state.values():
+                    self._users.setdefault(tensor, set()).add(k)
+        near = 0
+        for tensor in self._names:  # one that no graph uses stays with the one before it
+            near = max(self._users.setdefault(tensor, {near}))
 
     def stages(self) -> list[TracedStage]:
         return [self._stage(k) for k in range(len(self._first))]
 
     def _stage(self, k: int) -> TracedStage:
         part = State()
-        where: dict[Tensor, tuple[nn.Module, str]] = {}
+        slots: dict[Tensor, Slot] = {}
         for tensor in self._names:  # in the model's order
             if k in self._users[tensor]:
                 for name in self._names_at(k, tensor):
                     slot = _put(part, name, tensor, name not in self._transient)
-                    where.setdefault(tensor, slot)
-        named = len(where)
-
-        def bound(program: Program, state: dict[str, Tensor]) -> Bound:
+                    slots.setdefault(tensor, slot)
+        named = len(slots)
+        modes: dict[Mode, Graph | str] = {}
+        for mode, trace in self._modes.items():
+            if isinstance(trace, str):
+                modes[mode] = trace
+                continue
+            program, state = trace[k]
             for tensor in state.values():
-                if tensor not in where:
+                if tensor not in slots:
                     # A constant of the code is not saved, but moves with the stage.
-                    where[tensor] = _put(part, f"_constants.{len(where) - named}", tensor, False)
-            return Bound(program, tuple(where[state[name]] for name in program.state))
-
-        if is_valueless(self._model):  # materialize needs the model's initialization rules
-            modules = dict(self._model.named_modules())
-            for path, owner in part.named_modules():
-                if path in modules:
-                    vars(owner)["origin"] = modules[path]
-        kept: Graphs = {
-            mode: graphs if isinstance(graphs, str) else tuple(bound(*trace[k]) for trace in graphs)
-            for mode, graphs in self._modes.items()
-        }
-        return TracedStage(part, kept, self._model.training)
+                    slots[tensor] = _put(part, f"_constants.{len(slots) - named}", tensor, False)
+            modes[mode] = program, [slots[tensor] for tensor in state.values()]
+        return TracedStage(part, modes, self._training)
 
     def _names_at(self, k: int, tensor: Tensor) -> list[str]:
         """Return the names of a tensor on one of its stages; all its names are used somewhere."""
@@ -130,57 +91,6 @@ class _Assembly:
             return names
         at = min(users.index(k), len(names) - 1)
         return names[at:] if k == users[-1] else names[at : at + 1]
-
-    def _home(self, tensor: Tensor) -> int:
-        """Return the stage of a tensor that no graph uses: that of its neighbours in the model."""
-        path = self._names[tensor][0].split(".")[:-1]
-        while path:
-            prefix = ".".join(path) + "."
-            near = [
-                k
-                for other, there in self._users.items()
-                for k in there
-                if any(name.startswith(prefix) for name in self._names.get(other, ()))
-            ]
-            if near:
-                return max(near)
-            path.pop()
-        return len(self._first) - 1
-
-    def _usable(self, graphs: list[TracedModel]) -> list[TracedModel]:
-        """Leave out the graph for a single sample if a stage cannot recognize one."""
-        *single, many = graphs
-        if not single or self._distinguishable(single[0], many):
-            return graphs
-        program, _ = many[0]
-        program.single_sample_error = (
-            "the model does something else with one, of which no later stage could tell"
-        )
-        return [many]
-
-    def _distinguishable(self, single: TracedModel, many: TracedModel) -> bool:
-        """Whether each stage knows by its inputs which graph to run, or both graphs are alike."""
-        if len(single) != len(many):
-            return False
-        samples = {
-            other.sizes[0]
-            for one, other in zip(single[0][0].inputs, many[0][0].inputs, strict=True)
-            if one.shape[:1] == (1,) and other.shape[:1] == (None,)
-        }
-        for (one, state), (other, others) in zip(single, many, strict=True):
-            its, theirs = [*map(id, state.values())], [*map(id, others.values())]
-            has_one_sample = any(
-                size == 1 and symbol in samples
-                for port, wide in zip(one.inputs, other.inputs, strict=False)
-                for size, symbol in zip(port.shape, wide.sizes, strict=False)
-            )
-            if not (
-                _alike(one.inputs, other.inputs, False)
-                and {id(t) for t in state.values() if t in self._names} <= set(theirs)
-                and (has_one_sample or (one.code == other.code and its == theirs))
-            ):
-                return False
-        return True
 
     def _mismatch(self, trace: TracedModel, mode: str) -> str | None:
         """Return why its stages cannot replace those of the first trace, or None."""
@@ -208,18 +118,15 @@ class _Assembly:
         return None
 
 
-def _alike(here: Sequence[Port], there: Sequence[Port], sizes: bool = True) -> bool:
+def _alike(here: Sequence[Port], there: Sequence[Port]) -> bool:
     """Whether the same tensors pass; several must also have the same sources."""
     return len(here) == len(there) and all(
-        a.dtype == b.dtype
-        and len(a.shape) == len(b.shape)
-        and (not sizes or a.shape == b.shape)
-        and (len(here) == 1 or a.source == b.source)
+        a.dtype == b.dtype and a.shape == b.shape and (len(here) == 1 or a.source == b.source)
         for a, b in zip(here, there, strict=True)
     )
 
 
-def _put(root: nn.Module, name: str, tensor: Tensor, persistent: bool) -> tuple[nn.Module, str]:
+def _put(root: nn.Module, name: str, tensor: Tensor, persistent: bool) -> Slot:
     *path, leaf = name.split(".")
     owner = root
     for atom in path:
@@ -246,18 +153,15 @@ class Traceable:
         model: nn.Module,
         n_stages: int,
         example: Value,
-        split_points: Mapping[str, SplitPoint] | Sequence[str] | None,
+        split_points: Sequence[str] | None,
         kept: tuple[str, ...],  # columns for the loss
         planned: Sequence[str] | None,  # the plan's names of blocks
     ) -> None:
         if is_valueless(model):
-            example = each(example, lambda tensor: tensor.to("meta"))
-            for name, buffer in model.named_buffers():
-                if not buffer.is_meta:
-                    raise ValueError(
-                        f"model: buffer {name!r} is on {buffer.device}, and parameters on the meta "
-                        "device; a model that is traced has to be there as a whole"
-                    )
+            raise ValueError(
+                f"model: a {type(model).__name__} on the meta device cannot be traced; make it "
+                "with values, or give a list of blocks"
+            )
         self.model, self._example = model, example
         self.columns: Columns | None = None
         self.value, self._output = example, None
@@ -268,14 +172,11 @@ class Traceable:
             self.columns = columns_in(model, example, kept)
         if self.columns is not None:
             self.value = tuple(self.columns.of(example).values())
-        columns = self.columns or BY_POSITION
-        self.run = partial(columns.run, model)
-        self._split = partial(split, model, self.value, columns=columns)
+        self.run = partial((self.columns or BY_POSITION).run, model)
         self._begins: Sequence[str] | None = None  # where blocks may begin; None: at split_points
         self.blocks: Sequence[nn.Module]
         if split_points is not None:
-            if not is_valueless(model):  # else the trace tells as much
-                self._calls()
+            self._calls()
             check_stages(n_stages, len(split_points) + 1)
             self.names = [str(index) for index in range(len(split_points) + 1)]
             self.blocks = self._split(split_points)
@@ -292,6 +193,17 @@ class Traceable:
             for index, block in enumerate(self.blocks)
             if index and isinstance(block, TracedStage) and block.takes > 1
         )
+
+    def _split(self, points: Sequence[str], once: bool = False) -> list[TracedStage]:
+        """Trace the model and cut it before submodules; the model is unchanged."""
+        modules = dict(self.model.named_modules())
+        for name in points:
+            if name not in modules or not name:
+                raise ValueError(f"split_points: the model has no submodule {name!r}")
+        arguments: Any = self.value if isinstance(self.value, tuple) else (self.value,)
+        begins = {modules[name] for name in points}
+        by_mode = traces(self.model, self.columns or BY_POSITION, arguments, begins, once)
+        return _Assembly(self.model, by_mode).stages()
 
     def stages(self, ends: Sequence[int]) -> list[nn.Module]:
         if self._begins is None:

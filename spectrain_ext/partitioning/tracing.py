@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import inspect
 import random
-import sys
 import threading
-import warnings
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import MethodType
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
-from .outline import BY_POSITION, Columns, hooked, modes_kept
-from .programs import Mode, Program, programs_of
+from spectrain_ext.transport.message import tensors_in
 
-MODES = (True, False)
+from .outline import Columns, hooked, modes_kept
+from .profile import forked_rng, untouched
+from .programs import Mode, Program, programs_of
+from .tensors import close, slots_of
+
 MODE_NAMES = {True: "in training", False: "in evaluation", None: "as it is"}
 
 #: The stages of a model in one mode, each with its state.
@@ -27,88 +29,73 @@ TracedModel = list[tuple[Program, dict[str, Tensor]]]
 
 def traces(
     model: nn.Module,
+    columns: Columns,
     arguments: tuple[Tensor, ...],
-    before: set[nn.Module],  # each begins a stage
-    after: set[nn.Module],  # each ends a stage
-    once: bool = False,  # only the present mode, with gradients, for these sizes
-    columns: Columns = BY_POSITION,
-) -> dict[Mode, list[TracedModel] | str]:
+    begins: set[nn.Module],  # each begins a stage
+    once: bool,  # only the present mode, for these sizes
+) -> dict[Mode, TracedModel | str]:
     """Trace a model in its present mode (first in the result), in training and in evaluation."""
-    by_mode: dict[Mode, list[TracedModel] | str] = {}
+    by_mode: dict[Mode, TracedModel | str] = {}
     with (
-        _marked(before, after),
+        torch.enable_grad(),
+        _marked(begins),
         _with_signature(model, columns),
         modes_kept(model),
         _switching_modes(model) as switch,
-        _checking_attributes(model),
+        _refusing_assigned_buffers(model),
     ):
         if once:
-            with torch.enable_grad():
-                return {(None, True): [_exported(model, columns, arguments, "as it is", None)]}
+            return {None: _exported(model, columns, arguments, MODE_NAMES[None])}
         original = [module.training for module in model.modules()]
-        first = _traced(model, columns, arguments, "as it is")
-        for mode in MODES:
+        first = _sized(model, columns, arguments, MODE_NAMES[None])
+        for mode in (True, False):
             name = MODE_NAMES[mode]
             try:
                 switch(mode)
                 same = [module.training for module in model.modules()] == original
-                traced = first if same else _traced(model, columns, arguments, name)
+                by_mode[mode] = first if same else _sized(model, columns, arguments, name)
             except (RuntimeError, ValueError) as error:
-                traced = {grad: f"the stages cannot do that {name}: {error}" for grad in MODES}
-            by_mode.update({(mode, grad): graphs for grad, graphs in traced.items()})
-    if all(by_mode[mode, True] is not first[True] for mode in MODES):
-        by_mode.update({(None, grad): graphs for grad, graphs in first.items()})
-    return dict(sorted(by_mode.items(), key=lambda item: item[1] is not first[True]))
-
-
-def _traced(
-    model: nn.Module, columns: Columns, arguments: tuple[Tensor, ...], name: str
-) -> dict[bool, list[TracedModel] | str]:
-    """Trace a model with gradients enabled, and also disabled if its code checks for that."""
-    by_grad: dict[bool, list[TracedModel] | str] = {}
-    with torch.enable_grad(), _recording_grad_checks() as asked:
-        by_grad[True] = _sized(model, columns, arguments, name)
-    by_grad[False] = by_grad[True]
-    if asked:
-        try:
-            with torch.no_grad():
-                by_grad[False] = _sized(model, columns, arguments, f"{name} without gradients")
-        except (RuntimeError, ValueError) as error:
-            by_grad[False] = f"the stages cannot do that {name} with gradients disabled: {error}"
-    return by_grad
+                by_mode[mode] = f"the stages cannot do that {name}: {error}"
+    if all(traced is not first for traced in by_mode.values()):
+        by_mode[None] = first
+    return dict(sorted(by_mode.items(), key=lambda item: item[1] is not first))
 
 
 def _sized(
     model: nn.Module, columns: Columns, arguments: tuple[Tensor, ...], name: str
-) -> list[TracedModel]:
-    """Trace a model for all sizes that it treats alike, and separately for one sample if needed."""
-    every = [range(argument.dim()) for argument in arguments]
+) -> TracedModel:
+    """Trace a model for all sizes that it treats alike."""
+    trace = _exported(model, columns, arguments, name, dynamic=True)
+    program = trace[0][0]
     size = arguments[0].shape[0] if arguments and arguments[0].dim() else 0
     sampled = [a.dim() > 0 and a.shape[0] == size for a in arguments]
-    # Size 1 is special for broadcasting and strides.
-    single, several = arguments, arguments
-    if size == 1:
-        pairs = zip(arguments, sampled, strict=True)
-        several = tuple(torch.cat([a, a]).detach() if many else a for a, many in pairs)
-    elif size:
-        single = tuple(a[:1] if many else a for a, many in zip(arguments, sampled, strict=True))
+    pairs = zip(arguments, sampled, strict=True)
+    single = tuple(a[:1] if many else a for a, many in pairs)
+    if size > 1 and program.shape_error(single) is None and program.branch_error(single):
+        # Often it is only torch that computes the same otherwise, because strides are free.
+        program.sampled = sampled
+        program.single_sample_error = _difference(model, columns, single, trace)
+    return trace
+
+
+def _difference(
+    model: nn.Module, columns: Columns, arguments: tuple[Tensor, ...], trace: TracedModel
+) -> str | None:
+    """Return what a model does otherwise than its trace, or None."""
+    args, kwargs = columns.arguments(arguments)
     try:
-        trace = _exported(model, columns, several, name, every)
-        program = trace[0][0]
-        if size == 1 and (why := program.shape_error(single)) is not None:
-            raise ValueError(why)
-    except (RuntimeError, ValueError):
-        if size != 1:
-            raise
-        return [_exported(model, columns, single, name, every)]
-    if size and program.shape_error(single) is None and program.branch_error(single) is not None:
-        rest = [dims[many:] for dims, many in zip(every, sampled, strict=True)]
-        try:
-            carried = [{port.name for port in stage.inputs} for stage, _ in trace]
-            return [_exported(model, columns, single, name, rest, carried), trace]
-        except (RuntimeError, ValueError) as error:  # for example BatchNorm refuses one sample
-            program.single_sample_error = str(error)
-    return [trace]
+        with torch.no_grad(), untouched(model), forked_rng([model]):
+            torch.manual_seed(0)
+            expected = list(tensors_in(model(*args, **kwargs)))
+            torch.manual_seed(0)
+            value: Any = arguments
+            for program, state in trace:
+                value = program(value if isinstance(value, tuple) else (value,), [*state.values()])
+            pairs = zip(tensors_in(value), expected, strict=True)
+            same = all(a.shape == b.shape and close(a, b) for a, b in pairs)
+    except Exception as error:  # for example BatchNorm refuses one sample
+        return f"{type(error).__name__}: {error}"
+    return None if same else "the model does something else with one"
 
 
 def _exported(
@@ -116,26 +103,22 @@ def _exported(
     columns: Columns,
     arguments: tuple[Tensor, ...],
     name: str,
-    free: Sequence[Sequence[int]] | None,  # dynamic dimensions of each argument
-    carried: Sequence[Set[str]] = (),
+    dynamic: bool = False,  # for other sizes too, as far as the model allows
 ) -> TracedModel:
     from torch.export import Dim, export
     from torch.fx.experimental import _config
 
     args, kwargs = columns.arguments(arguments)
     shapes = None
-    if free is not None:
+    if dynamic:
         sizes = tuple(
-            {
-                dim: Dim.AUTO if dim in dims and (dim == 0 or size > 1) else Dim.STATIC
-                for dim, size in enumerate(argument.shape)
-            }
-            for argument, dims in zip(arguments, free, strict=True)
+            {d: Dim.AUTO if not d or n > 1 else Dim.STATIC for d, n in enumerate(argument.shape)}
+            for argument in arguments
         )
         given, named = columns.arguments(sizes)
         shapes = named or given
     patch = _config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
-    with _recording_dropped_backwards() as own, _undoing_draws() as drawn, patch:
+    with _recording_dropped_backwards() as dropped, _undoing_draws() as drawn, patch:
         try:
             exported = None
             if shapes is not None:
@@ -158,33 +141,27 @@ def _exported(
             f"the model draws from {drawn[-1]} {name}, and those numbers would be constants; draw "
             "by torch"
         )
-    if own:
+    if dropped:
         raise RuntimeError(
-            f"the model has a backward of its own {name}, {', '.join(sorted(own))}, and a graph "
-            "would have its forward's derivative; make it a torch.library.custom_op"
+            f"the model has a backward of its own {name}, {', '.join(sorted(dropped))}, and a "
+            "graph would have its forward's derivative; make it a torch.library.custom_op"
         )
-    return programs_of(exported, carried)
+    return programs_of(exported)
 
 
 @contextmanager
-def _marked(before: set[nn.Module], after: set[nn.Module]) -> Iterator[None]:
-    """Mark in the trace where these modules begin or end."""
-    from torch.distributed.pipelining import pipe_split
+def _marked(begins: set[nn.Module]) -> Iterator[None]:
+    """Mark in the trace where these modules begin."""
+    from torch.distributed.pipelining import pipe_split  # it doubles this package's import time
 
-    def begins(module: nn.Module, *given: Any, **more: Any) -> Any:
+    def marked(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         pipe_split()
-        return kept[module](*given, **more)
+        return forwards[module](*args, **kwargs)
 
-    def ends(module: nn.Module, *given: Any, **more: Any) -> Any:
-        made = kept[module](*given, **more)
-        pipe_split()
-        return made
-
-    kept = {module: module.forward for module in before | after}
+    forwards = {module: module.forward for module in begins}
     with ExitStack() as stack:
-        for module in kept:
-            marked = MethodType(begins if module in before else ends, module)
-            stack.enter_context(_patched(module, "forward", marked))
+        for module in forwards:
+            stack.enter_context(_patched(module, "forward", MethodType(marked, module)))
         yield
 
 
@@ -219,61 +196,39 @@ def _patched(owner: Any, name: str, value: object) -> Iterator[None]:
 def _undoing_draws() -> Iterator[list[str]]:
     """Undo draws from generators that torch.export does not trace, and list these."""
     drawn: list[str] = []
-    python, numpy = random.getstate(), sys.modules.get("numpy")
-    legacy = None if numpy is None else numpy.random.get_state(legacy=False)
+    python, numpys = random.getstate(), numpy.random.get_state(legacy=False)
     try:
         yield drawn
     finally:
+        now = numpy.random.get_state(legacy=False)
         if random.getstate() != python:
-            random.setstate(python)
             drawn.append("Python's random")
-        if numpy is not None and legacy is not None:
-            before, now = legacy["state"], numpy.random.get_state(legacy=False)["state"]
-            if before["pos"] != now["pos"] or (before["key"] != now["key"]).any():
-                numpy.random.set_state(legacy)
-                drawn.append("numpy.random")
+        if repr(now) != repr(numpys):  # its position changes with each draw
+            drawn.append("numpy.random")
+        random.setstate(python)
+        numpy.random.set_state(numpys)
 
 
 @contextmanager
-def _checking_attributes(model: nn.Module) -> Iterator[None]:
-    """Warn if the forward changes module attributes; raise if it reassigns a module buffer."""
-    changed: set[str] = set()
-    replaced: set[str] = set()
-
-    def kept() -> dict[str, object]:
-        return {
-            f"{prefix}.{name}" if prefix else name: value
-            for prefix, module in model.named_modules()
-            for name, value in (*vars(module).items(), *module._buffers.items())
-            if isinstance(value, (int, float, str, Tensor)) and name != "training"
-        }
+def _refusing_assigned_buffers(model: nn.Module) -> Iterator[None]:
+    """Raise if the forward assigns to a saved buffer, which torch.export may leave out."""
+    saved = model.state_dict(keep_vars=True).keys()
+    before: dict[str, Tensor] = {}
+    assigned: set[str] = set()
 
     def begin(*_: object) -> None:
-        before.update(kept())
+        before.update(model.named_buffers())
 
     def end(*_: object) -> None:
-        for name, value in kept().items():
-            was = before.get(name)
-            if not isinstance(value, Tensor):
-                if was != value:
-                    changed.add(name)
-            elif name in saved and was is not value:
-                replaced.add(name)
+        now = model.named_buffers()
+        assigned.update(name for name, b in now if name in saved and b is not before.get(name))
 
-    before: dict[str, object] = {}
-    saved = set(model.state_dict(keep_vars=True))
     with hooked([model], begin, end):
         yield
-    if replaced:
+    if assigned:
         raise RuntimeError(
-            f"the model's forward assigns to the module buffer {', '.join(sorted(replaced))}, and "
+            f"the model's forward assigns to the module buffer {', '.join(sorted(assigned))}, and "
             "a graph would leave that out; change it in place, as by copy_()"
-        )
-    if changed:
-        warnings.warn(
-            f"the model's forward changes {', '.join(sorted(changed))}; stages of a traced model "
-            "do what it did the first time",
-            stacklevel=5,
         )
 
 
@@ -281,106 +236,83 @@ _patching = threading.RLock()  # held while functions of torch are replaced
 
 
 @contextmanager
-def _recording_grad_checks() -> Iterator[list[str]]:
-    """Record which modules, other than torch's, check whether gradients are enabled."""
-    asked: list[str] = []
-    real = torch.is_grad_enabled
-
-    def is_grad_enabled() -> bool:
-        name = sys._getframe(1).f_globals.get("__name__", "")
-        # torch's own checks choose between two ways to compute the same values.
-        if name != "torch" and not name.startswith("torch."):
-            asked.append(name)
-        return real()
-
-    with _patching, _patched(torch, "is_grad_enabled", is_grad_enabled):
-        yield asked
-
-
-@contextmanager
 def _recording_dropped_backwards() -> Iterator[set[str]]:
     """Collect parts of the model's backward that torch.export drops silently."""
-    own: set[str] = set()
+    dropped: set[str] = set()
     thread = threading.get_ident()
+
+    def recording(real: Any, kind_of: Callable[[Any], str | None]) -> Any:
+        def recorded(subject: Any, *args: Any, **kwargs: Any) -> Any:
+            kind = kind_of(subject) if threading.get_ident() == thread else None
+            if kind is not None:
+                dropped.add(kind)
+            return real(subject, *args, **kwargs)
+
+        return recorded
+
+    def kind_of_function(function: type) -> str | None:
+        # torch's own are derivatives of its operations, except a module's backward hooks.
+        if not torch.is_grad_enabled():
+            return None
+        if function.__name__ == "BackwardHookFunction":
+            return "a module's backward hook"
+        is_torchs = function.__module__.startswith("torch.")
+        return None if is_torchs else f"autograd.Function {function.__name__}"
+
+    def kind_of_inference(inference: torch.inference_mode) -> str | None:
+        return "torch.inference_mode, where no_grad would do" if inference.mode else None
+
+    def apply_to(function: type, *args: Any, **kwargs: Any) -> Any:
+        return apply.__get__(None, function)(*args, **kwargs)  # implemented in C since torch 2.15
+
     apply: Any = vars(torch.autograd.Function)["apply"]
-    register: Any = torch.Tensor.register_hook
-    enter: Any = torch.inference_mode.__enter__
-
-    def applied(cls: type, *given: Any, **more: Any) -> Any:
-        if torch.is_grad_enabled() and threading.get_ident() == thread:
-            # torch's own are derivatives of its operations, except a module's backward hooks.
-            if cls.__name__ == "BackwardHookFunction":
-                own.add("a module's backward hook")
-            elif not cls.__module__.startswith("torch."):
-                own.add(f"autograd.Function {cls.__name__}")
-        return apply.__get__(None, cls)(*given, **more)  # implemented in C since torch 2.15
-
-    def registered(tensor: Tensor, hook: Any) -> Any:
-        if threading.get_ident() == thread:
-            own.add("a tensor's register_hook")
-        return register(tensor, hook)
-
-    def entered(inference: torch.inference_mode) -> None:
-        if inference.mode and threading.get_ident() == thread:
-            own.add("torch.inference_mode, where no_grad would do")
-        enter(inference)
-
+    applied: Any = classmethod(recording(apply_to, kind_of_function))
+    registered = recording(torch.Tensor.register_hook, lambda _: "a tensor's register_hook")
+    entered = recording(torch.inference_mode.__enter__, kind_of_inference)
     with (
         _patching,
         _patched(torch.inference_mode, "__enter__", entered),
-        _patched(torch.autograd.Function, "apply", classmethod(applied)),
+        _patched(torch.autograd.Function, "apply", applied),
         _patched(torch.Tensor, "register_hook", registered),
     ):
-        yield own
+        yield dropped
 
 
 @contextmanager
 def _switching_modes(model: nn.Module) -> Iterator[Callable[[bool], None]]:
     """Yield a function that calls the model's train() or eval(); undo on exit what these do."""
-    own_code = [
-        module
+    # A module's own train() may merge weights. The graphs of the two modes would then compute with
+    # different weights than the stages hold, so refuse that.
+    within = {
+        inner
         for module in model.modules()
         if type(module).train is not nn.Module.train
         or type(module).eval is not nn.Module.eval
         or not {"train", "eval"}.isdisjoint(vars(module))
-    ]
-    names = {t: name for name, t in (*model.named_parameters(), *model.named_buffers())}
+        for inner in module.modules()
+    }
     before = {
-        tensor: (tensor.detach().clone(), tensor.requires_grad)
-        for module in own_code
-        for tensor in (*module.parameters(), *module.buffers())
+        name: (tensor, tensor.detach().clone())
+        for owner, _, name, tensor in slots_of(model)
+        if owner in within
     }
     training = model.training
 
     def switch(mode: bool) -> None:
-        if mode:
-            model.train()
-        else:
-            model.eval()
-        # A module's own train() may also merge weights. The graphs of the two modes would then
-        # compute with different weights than the stages hold, so refuse that.
-        present = {id(t) for t in (*model.parameters(), *model.buffers())}
-        for tensor, (value, learns) in before.items():
-            if (
-                id(tensor) not in present
-                or tensor.requires_grad != learns
-                or not torch.equal(tensor, value)
-            ):
+        call = model.train if mode else model.eval
+        call()
+        present = {tensor for _, _, _, tensor in slots_of(model)}
+        for name, (tensor, value) in before.items():
+            if tensor not in present or not torch.equal(tensor, value):
                 raise RuntimeError(
-                    f"the model's own {'train()' if mode else 'eval()'} changes {names[tensor]!r}; "
+                    f"the model's own {'train()' if mode else 'eval()'} changes {name!r}; "
                     "cut the model in that mode, or evaluate the whole model"
                 )
 
     try:
         yield switch
     finally:
-        try:
-            if own_code:
-                model.train(training)
-        finally:
-            with torch.no_grad():
-                for tensor, (value, learns) in before.items():
-                    if not torch.equal(tensor, value):
-                        tensor.data.copy_(value)
-                    if tensor.requires_grad != learns:
-                        tensor.requires_grad_(learns)
+        if within:
+            model.train(training)
+        for tensor, value in before.values():
+            tensor.data.copy_(value)

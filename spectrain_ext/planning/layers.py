@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -106,8 +106,6 @@ def measure_layers(
     model: nn.Module | Sequence[nn.Module],
     example_input: Value,
     *,
-    before: Callable[[Any], Any] | None = None,
-    after: Callable[[Any], Any] | None = None,
     repeats: int = 5,
 ) -> Layers:
     """Measure the blocks of a model at the example's number of samples and at an eighth of it.
@@ -115,7 +113,6 @@ def measure_layers(
     Args:
         model: as for ``partition``.
         example_input: a microbatch; the first dimension of its tensors counts samples.
-        before, after: for a list of blocks, as for ``partition``.
         repeats: timed runs of each block.
 
     Raises:
@@ -130,7 +127,7 @@ def measure_layers(
     example_input = as_value(example_input, "example_input")
     samples = max(len(tensor) for tensor in tensors_in(example_input) if tensor.dim())
     few = min(samples, max(2, samples // 8))  # BatchNorm needs more than one
-    profile = partial(profile_of, model, before=before, after=after, repeats=repeats)
+    profile = partial(profile_of, model, repeats=repeats)
     large = profile(example_input)
     small = large
     if few < samples:  # tensors of another size serve all samples

@@ -103,15 +103,12 @@ def test_logits_and_gradients_are_the_models(name):
 
 
 def test_what_goes_from_stage_to_stage():
-    """Only the hidden state and the batch's other values; the ids where needed."""
+    """The hidden state and the batch's columns that the model takes."""
     first = st.partition(made("Llama"), 3, profile=EVEN).stages[0]
     ids = torch.randint(1, 61, (2, 5))
-    assert first({"input_ids": ids, "labels": ids}).shape == (2, 5, 16)
+    assert [t.shape for t in first({"input_ids": ids, "labels": ids})] == [(2, 5, 16), (2, 5)]
     sent = first({"position_ids": ids, "input_ids": ids})
-    assert [t.numel() for t in sent] == [160, 0, 10]  # without a mask
-    # checks for padding without a mask
-    looks = st.partition(made("GPT2"), 3, profile=EVEN).stages[0]
-    assert [t.shape for t in looks(ids)] == [(2, 5, 16), (2, 5)]
+    assert [t.numel() for t in sent] == [160, 10, 0, 10]  # without a mask
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -182,7 +179,7 @@ def test_the_model_itself_is_left_alone():
     assert model(**batch(2, 5)).logits.isfinite().all()
     assert len(parts.profile.blocks) == 6
     assert [b.name for b in parts.profile.blocks][::5] == ["model.embed_tokens", "model.norm"]
-    assert parts.profile.blocks[1].output_bytes == 32 * 16 * 4
+    assert parts.profile.blocks[1].output_bytes == 32 * 16 * 4 + 32 * 8
 
 
 @pytest.mark.nightly
@@ -404,7 +401,6 @@ BOTH = {"input_ids": IDS, "decoder_input_ids": IDS}
         (t5, BOTH, r"model: T5ForConditionalGeneration's 'encoder' comes before .*name submodules"),
         (xlnet, None, r"model: XLNetLMHeadModel's parameter .* is used beside .*name submodules"),
         (t5_encoder, None, r"T5EncoderModel cannot be cut between .*encoder\.block"),
-        (lambda: made("OPT", layerdrop=0.1), None, "make it with layerdrop=0"),
         *(
             (partial(asking_for, option), None, f"config asks for {option}, which no stage has")
             for option in ("output_hidden_states", "output_router_logits")
@@ -447,6 +443,23 @@ def test_weights_that_are_other_ones_in_evaluation(training):
     assert all(torch.equal(before[key], t) for key, t in model.state_dict().items())
 
 
+def test_models_that_have_more_between_blocks_than_a_hidden_state():
+    class Adds(tf.models.llama.modeling_llama.LlamaModel):
+        def forward(self, input_ids, **given):
+            kept = []
+            handle = self.layers[0].register_forward_hook(lambda _, a, found: kept.append(found))
+            output = super().forward(input_ids, **given)
+            handle.remove()
+            output.last_hidden_state.add_(kept[0])
+            return output
+
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL))
+    model.model.__class__ = Adds
+    message = "cannot be cut between the blocks of 'model.layers': the stages do not compute what"
+    with pytest.raises(ValueError, match=message):
+        st.partition(model, 2)
+
+
 def test_an_example_is_made_up_for_the_config_of_the_text():
     text = {**SMALL, "head_dim": 8, "sliding_window": 3}
     vision = {"hidden_size": 16, "intermediate_size": 24, "image_size": 28, "patch_size": 14}
@@ -458,8 +471,7 @@ def test_an_example_is_made_up_for_the_config_of_the_text():
 
 
 def test_blocks_that_are_left_out_at_random() -> None:
-    model = made("OPT").train()
-    model.model.decoder.layerdrop = 0.9999  # not in its config
+    model = made("OPT", layerdrop=0.9999).train()
     stages = list(st.partition(model, 3, profile=EVEN))
     with pytest.raises(RuntimeError, match=r"it left out a block where a stage ends"):
         run(stages, batch(2, 5))

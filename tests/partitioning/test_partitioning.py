@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from helpers.cut_models import LOSS, alike, layers, run, sgd, taking
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import spectrain_ext as st
@@ -43,19 +42,16 @@ class Embeds(nn.Module):
         return self.tokens(batch["ids"])
 
 
-def test_before_and_after_a_list_of_blocks() -> None:
+def test_the_first_block_of_a_list_takes_a_mapping() -> None:
     torch.manual_seed(0)
-    blocks, before = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), Embeds()
-    batch, even = {"ids": torch.randint(7, (3, 5))}, taking(1, 1, 1, 1, 1)
-    parts = st.partition(blocks, 3, batch, before=before, after=torch.sum, profile=even)
-    expected = run([before, *blocks], batch).sum()
-    assert torch.equal(run(parts, batch), expected)
-    pipe = st.Pipeline(parts, sgd, lambda output, _: output, method="sync")
-    names = ["before.tokens.weight"]
-    names += [f"blocks.{k}.{leaf}" for k in range(3) for leaf in ("weight", "bias")]
-    assert list(pipe.state_dict()) == names
-    measured = st.partition(list(blocks), 2, batch, before=before).profile
-    assert [b.name for b in measured.blocks] == ["before", *(f"blocks.{k}" for k in range(3))]
+    blocks = [Embeds(), *(nn.Linear(4, 4) for _ in range(3))]
+    batch = {"ids": torch.randint(7, (3, 5))}
+    parts = st.partition(blocks, 3, batch, profile=taking(1, 1, 1, 1))
+    expected = run(blocks, batch).sum()
+    assert torch.equal(run(parts, batch).sum(), expected)
+    pipe = st.Pipeline(parts, sgd, lambda output, _: output.sum(), method="sync")
+    names = [f"{k}.{leaf}" for k in (1, 2, 3) for leaf in ("weight", "bias")]
+    assert list(pipe.state_dict()) == ["0.tokens.weight", *names]
     assert len(list(pipe.run([batch, batch]))) == 2
 
 
@@ -132,18 +128,6 @@ def test_constant_buffers_are_copied_to_the_stages_that_read_them(way: str, tmp_
     assert all(torch.equal(again.state_dict()[name], changed[name]) for name in changed)
 
 
-@pytest.mark.parametrize("way", ["list", "blocks'", "model's"])
-def test_constant_buffers_on_the_meta_device(way: str, tmp_path: Path) -> None:
-    model, example = rotating(way), torch.randn(2, 7, 4)
-    save_file({n: t.clone() for n, t in model.state_dict().items()}, tmp_path / "model.safetensors")
-    with torch.device("meta"):
-        parts = st.partition(rotating(way), 3, example)
-    assert parts.cut.balance > 0.99
-    for stage in reversed(parts.stages):
-        st.materialize(stage, tmp_path)
-    assert torch.equal(st.Pipeline(parts, sgd, LOSS)(example), model(example))
-
-
 class Counts(Rotary):
     """Writes into the table, in one mode only."""
 
@@ -169,7 +153,7 @@ def test_buffers_that_a_forward_writes_to_bind_blocks_together(mode: bool) -> No
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-def test_blocks_with_one_buffer_stay_together(caplog: pytest.LogCaptureFixture) -> None:
+def test_blocks_with_one_buffer_stay_together() -> None:
     model = [nn.BatchNorm1d(3) for _ in range(4)]
     model[2].running_mean = model[1].running_mean
     example, profile = torch.randn(2, 3), taking(1, 5, 5, 1)
@@ -179,17 +163,6 @@ def test_blocks_with_one_buffer_stay_together(caplog: pytest.LogCaptureFixture) 
         st.partition(model, 4, example, profile=profile)
     with pytest.raises(ValueError, match=r"ends: a cut before block 2 separates buffer '1"):
         cut_at(model, [2, 4])
-    caplog.clear()
-    blocks = [nn.BatchNorm1d(4) for _ in range(6)]
-    for block in blocks[:4]:
-        block.running_mean = blocks[0].running_mean
-    st.partition(blocks, 3, torch.randn(2, 4), profile="parameters")
-    (record,) = (r for r in caplog.records if r.name.startswith("spectrain_ext"))
-    assert record.levelname == "WARNING" and record.getMessage() == (
-        "the slowest stage takes 2 times as long as if all blocks could be separated; these share "
-        "buffer '0.running_mean', which is '2.running_mean' too (and 1 more); give each its own; "
-        "partition copies buffers if an example_input shows that no forward writes to them"
-    )
 
 
 def test_blocks_with_one_parameter_may_be_cut() -> None:
@@ -243,9 +216,6 @@ def test_bad_cuts_by_hand(model: Any, ends: list[int], error: Any, why: str) -> 
         ([RELU], 1, {"profile": "time"}, ValueError, "a Profile or 'parameters', got 'time'"),
         ([RELU], 1, {"profile": taking(1, 1)}, ValueError, "expected 1 blocks, as the model has"),
         (layers(1, 1, 1), 2, {"speeds": (4, 1, 1)}, ValueError, "speeds: expected"),
-        ([RELU], 1, {"before": 3}, TypeError, "before: expected a module or a function, got int"),
-        ([RELU], 1, {"after": nn.Linear(2, 2).forward}, TypeError, "after: .* method of a Linear"),
-        (Embeds(), 1, {"before": RELU}, ValueError, "for a list of blocks only, model is a Embeds"),
         (Embeds(), 1, {**MAPPED, "columns": "ids"}, TypeError, "a sequence of names, got 'ids'"),
         ([RELU, nn.Tanh()], 2, {**MAPPED, "columns": ["ids"]}, ValueError, "the first takes the w"),
     ],
@@ -269,7 +239,7 @@ class Twice(Named):
         return self.first(self.middle(self.first(x)))
 
 
-GOOD, WIDE, META = torch.ones(2, 3), torch.ones(2, 5), torch.ones(2, 3, device="meta")
+GOOD, WIDE = torch.ones(2, 3), torch.ones(2, 5)
 
 
 @pytest.mark.parametrize("points", [None, ["middle"]])
@@ -280,7 +250,6 @@ GOOD, WIDE, META = torch.ones(2, 3), torch.ones(2, 5), torch.ones(2, 3, device="
         (Twice(), GOOD.long(), ValueError, r"Twice in its 'first' fails on \(2, 3\) int64: Runti"),
         (Twice(), (GOOD, GOOD), ValueError, r"Twice fails on \(2, 3\) float32, \(2, 3\) float32"),
         (Twice(), [GOOD], TypeError, "expected a tensor or a tuple of tensors, got a list"),
-        (Twice(), META, ValueError, r"a tensor of shape \(2, 3\) is on the meta device"),
         (Named(), {"mask": GOOD, "IDS": GOOD}, TypeError, "forward needs 'ids', got 'mask', 'IDS'"),
         (Named(), {"ids": ["a"]}, TypeError, "expected a tensor, got a list"),
     ],
@@ -293,13 +262,9 @@ def test_an_example_on_which_the_model_fails(
 
 
 def test_an_example_on_which_a_block_fails() -> None:
-    with torch.device("meta"):
-        valueless = layers(3, 3)
     for blocks, example, why in (
         (layers(3, 3, 4), WIDE, r"block 0 \(Linear\) fails on \(2, 5\) float32: RuntimeError"),
         ([*layers(3, 3), nn.Linear(4, 4)], GOOD, r"block 1 \(Linear\) fails on \(2, 3\) float32"),
-        (layers(3, 3, 4), META, r"a tensor of shape \(2, 3\) is on the meta device and"),
-        (valueless, WIDE, r"block 0 \(Linear\) fails on \(2, 5\) float32: Runt"),
     ):
         with pytest.raises(ValueError, match=f"example_input: {why}"):
             st.partition(blocks, len(blocks), example)
