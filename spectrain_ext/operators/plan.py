@@ -3,30 +3,70 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NoReturn, Unpack, cast
+from typing import Any, NoReturn, cast
 
 from .calls import (
-    ROLES,
-    AdamStep,
     Gradients,
     Lists,
     Numbers,
     Prediction,
     Role,
-    SgdNumbers,
-    SgdStep,
-    StepRow,
     Tensors,
-    first_steps,
     is_array,
     prediction,
-    sgd_prediction,
     step_arguments,
 )
+from .functions import sgd_prediction
 from .laws import Horizons, as_laws
 from .numbers import Adam, Hyperparameters, Sgd, horizon
+from .steps import ROLES, ROWS, first_steps
+
+
+def _step(name: str) -> Callable[..., None]:
+    """Return the method that makes a step of steps.py."""
+    row = ROWS[name]
+    numbers = frozenset(row.numbers)
+
+    def method(self: Plan, groups: Sequence[Hyperparameters] | None, **keywords: Any) -> None:
+        predict, stream = keywords.pop("predict", ()), keywords.pop("stream", None)
+        if len(predict) > self._n_outs:
+            raise self._too_many(predict)
+        first: bool | list[bool] = False
+        if "first_step" in keywords and "first_step" in row.keywords:
+            first = first_steps(keywords.pop("first_step"), len(self._params))
+        options: Any = {}
+        if not numbers.issuperset(keywords):
+            options = {each: keywords.pop(each) for each in [*keywords] if each not in numbers}
+        if groups is None:
+            names, values = tuple(keywords), tuple(keywords.values())
+            arguments = row.arguments(names, values, self._n_groups, predict, first)
+        else:
+            _refuse_twice(keywords)
+            arguments = step_arguments(self._checked(groups, row.rule), predict, first)
+        self._native.step(*arguments, first, options, stream)
+
+    method.__defaults__ = (None,)  # not above, where Sphinx looks for those of all arguments
+    parameters = list(inspect.signature(method).parameters.values())[:2]
+    for keyword, p in row.keywords.items():
+        if p.default is p.empty:  # groups may have it
+            p = p.replace(default=None, annotation=f"{p.annotation} | None")
+        per_group = keyword == "predict"
+        parameters.append(p.replace(annotation="Sequence[Horizons | None]") if per_group else p)
+    parameters.append(row.parameters["options"])
+    method.__name__, method.__qualname__ = name, f"Plan.{name}"
+    method.__doc__ = f"""Make a step and write predictions; see `spectrain_ext.{name}`.
+
+        Args:
+            groups: the hyperparameters of every parameter group, `{row.rule.__name__}`, either all
+                with momentum or none. None: the keywords hold for all groups.
+            predict: the horizon, or law of `spectrain_ext.laws`, of every output, outs[j]. None
+                does not write outs[j].
+            options: `grad_scale`, `found_inf`, `clip_factor`, `zero_grad`, `rounding_seed`.
+        """
+    vars(method)["__signature__"] = inspect.Signature(parameters)
+    return method
 
 
 class Plan:
@@ -125,7 +165,7 @@ class Plan:
         *,
         steps: Horizons,
         stream: Any = None,
-        **numbers: Unpack[SgdNumbers],
+        **numbers: Any,
     ) -> None:
         """Predict weights in place: W <- W - lr*steps*v (SpecTrain, arXiv 1809.02839).
 
@@ -141,7 +181,7 @@ class Plan:
         steps: Horizons,
         out: int = 0,
         stream: Any = None,
-        **numbers: Unpack[SgdNumbers],
+        **numbers: Any,
     ) -> None:
         """Write predicted weights: outs[out] <- W - lr*steps*v. See `predict_`."""
         by = self._prediction(groups, steps, numbers)
@@ -153,7 +193,7 @@ class Plan:
         *,
         steps: Horizons,
         stream: Any = None,
-        **numbers: Unpack[SgdNumbers],
+        **numbers: Any,
     ) -> None:
         """Stash and predict in one pass: stashed <- W, then W <- W - lr*steps*v."""
         self._native.stash_predict_(*self._prediction(groups, steps, numbers), stream)
@@ -162,16 +202,10 @@ class Plan:
         """Predict by weight difference: outs[out] <- W + steps*(W - stashed)."""
         self._native.extrapolate(horizon("steps", steps), self._check_out(out), stream)
 
-    # Steps: `add_step` makes the methods from the rows of steps.py.
+    # Steps.
 
-    if TYPE_CHECKING:
-
-        def sgd_step_(
-            self, groups: Sequence[Sgd] | None = None, **keywords: Unpack[SgdStep]
-        ) -> None: ...
-        def adam_step_(
-            self, groups: Sequence[Adam] | None = None, **keywords: Unpack[AdamStep]
-        ) -> None: ...
+    sgd_step_ = _step("sgd_step_")
+    adam_step_ = _step("adam_step_")
 
     # Versions of the weights.
 
@@ -213,11 +247,10 @@ class Plan:
 
     # Arguments.
 
-    def _prediction(self, groups: Any, steps: Horizons, numbers: Any = ()) -> Prediction:
+    def _prediction(self, groups: Any, steps: Horizons, numbers: dict[str, Any]) -> Prediction:
         if numbers and groups is None:
             return sgd_prediction(self._n_groups, steps, **numbers)
-        if numbers:
-            raise _given_twice(numbers)
+        _refuse_twice(numbers)
         checked = self._checked(groups)
         for own in checked:
             if not own.has_momentum:
@@ -288,50 +321,10 @@ for _name, _method in vars(Plan).items():
         vars(_method).update(_GRAPH_BREAK)
 
 
-def add_step(row: StepRow) -> None:
-    """Give plans the method of a step."""
-
-    def method(self: Plan, groups: Sequence[Hyperparameters] | None, **keywords: Any) -> None:
-        predict, stream = keywords.pop("predict", ()), keywords.pop("stream", None)
-        if len(predict) > self._n_outs:
-            raise self._too_many(predict)
-        first: bool | list[bool] = False
-        if "first_step" in keywords and row.takes_first_step:
-            first = first_steps(keywords.pop("first_step"), len(self._params))
-        numbers, options = row.split(keywords)
-        if groups is None:
-            arguments = row.arguments(numbers, self._n_groups, predict, first)
-        elif numbers:
-            raise _given_twice(numbers)
-        else:
-            arguments = step_arguments(self._checked(groups, row.rule), predict, first)
-        self._native.step(*arguments, first, options, stream)
-
-    method.__defaults__ = (None,)  # not above, where Sphinx looks for those of all arguments
-    parameters = list(inspect.signature(method).parameters.values())[:2]
-    for name, p in row.keywords.items():
-        if p.default is p.empty:  # groups may have it
-            p = p.replace(default=None, annotation=f"{p.annotation} | None")
-        per_group = name == "predict"
-        parameters.append(p.replace(annotation="Sequence[Horizons | None]") if per_group else p)
-    parameters.append(row.parameters["options"])
-    method.__name__, method.__qualname__ = row.name, f"Plan.{row.name}"
-    method.__doc__ = f"""Make a step and write predictions; see `spectrain_ext.{row.name}`.
-
-        Args:
-            groups: the hyperparameters of every parameter group, `{row.rule.__name__}`, either all
-                with momentum or none. None: the keywords hold for all groups.
-            predict: the horizon, or law of `spectrain_ext.laws`, of every output, outs[j]. None
-                does not write outs[j].
-            options: `grad_scale`, `found_inf`, `clip_factor`, `zero_grad`, `rounding_seed`.
-        """
-    vars(method).update(_GRAPH_BREAK, __signature__=inspect.Signature(parameters))
-    setattr(Plan, row.name, method)
-
-
 def _grad(param: object) -> object:
     return getattr(param, "grad", None)
 
 
-def _given_twice(names: Iterable[str]) -> TypeError:
-    return TypeError(f"{next(iter(names))}: groups are given, which have their own")
+def _refuse_twice(names: Iterable[str]) -> None:
+    for name in names:
+        raise TypeError(f"{name}: groups are given, which have their own")

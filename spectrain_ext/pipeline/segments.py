@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from spectrain_ext.method import Phase
-from spectrain_ext.operators import distance
 from spectrain_ext.schedule import Kind
 
 from .observer import Observer
@@ -96,6 +95,8 @@ class Until(Observer):
         stage, weights = run.stage, run.stage.weights
         if self._phase is None or self._phase.gap is None or stage.index or weights is None:
             return handlers
+        from spectrain_ext.operators import distance  # loaded only where a gap is measured
+
         given = handlers[Kind.FORWARD], handlers[Kind.UPDATE]
 
         def forward(i: int, j: int) -> None:
