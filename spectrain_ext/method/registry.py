@@ -9,8 +9,8 @@ from functools import partial
 from math import inf
 from typing import Any, Literal
 
+from spectrain_ext import operators
 from spectrain_ext.errors import unknown
-from spectrain_ext.operators import corrections
 from spectrain_ext.schedule import Law, Place
 
 from . import formulas
@@ -240,7 +240,7 @@ _2BW = Method(
 _SC = Method(
     "sc",
     "late gradients at once get the momentum's share by now (Kosson et al., 2020)",
-    correction=formulas.where_late(corrections.SpikeCompensation),
+    correction=formulas.where_late(lambda late: operators.corrections.SpikeCompensation(late)),
     families=("sgd",),
 )
 
@@ -353,14 +353,16 @@ _ROWS: tuple[Method | tuple[str, Callable[[], Method]], ...] = (
         _2BW,
         "error-feedback",
         "pipedream-2bw, and a step makes up for what the one before has missed (2606.30634)",
-        correction=lambda place: corrections.ErrorFeedback(),  # every stage is late by one
+        correction=lambda place: (
+            operators.corrections.ErrorFeedback()
+        ),  # every stage is late by one
         families=("sgd", "adam", "adamw"),
     ),
     _like(
         _PIPEDREAM,
         "braking",
         "gradients along the momentum shrink, those against it grow (Venigalla et al., 2020)",
-        correction=formulas.where_late(lambda late: corrections.AdaptiveBraking(1.0)),
+        correction=formulas.where_late(lambda late: operators.corrections.AdaptiveBraking(1.0)),
         families=("sgd",),
     ),
     _like(
@@ -368,13 +370,13 @@ _ROWS: tuple[Method | tuple[str, Callable[[], Method]], ...] = (
         "dc-asgd",
         "pipedream with gradients carried on to the weights they meet (Zheng et al., 2017)",
         # The paper's constant strength.
-        correction=formulas.where_late(lambda late: corrections.DelayCompensation(0.04)),
+        correction=formulas.where_late(lambda late: operators.corrections.DelayCompensation(0.04)),
     ),
     _like(
         _PIPEDREAM,
         "gap-aware",
         "pipedream with gradients divided by how far the weights have moved (Barkai et al., 2020)",
-        correction=formulas.where_late(lambda late: corrections.GapAware()),
+        correction=formulas.where_late(lambda late: operators.corrections.GapAware()),
     ),
     _like(
         pipemare(),

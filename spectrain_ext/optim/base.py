@@ -15,9 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from spectrain_ext.interrupts import deferred
 from spectrain_ext.operators.calls import StepOptions, bump_versions
-from spectrain_ext.operators.corrections import Correction, as_correction
 from spectrain_ext.operators.laws import Horizons, Law, as_laws
-from spectrain_ext.operators.numbers import Corrected
 
 from .launch import Launch, Launches
 from .parameters import Binding, Parameters, Views
@@ -33,6 +31,9 @@ from .state import (
 )
 
 if TYPE_CHECKING:
+    from spectrain_ext.operators.corrections import Correction
+    from spectrain_ext.operators.numbers import Corrected
+
     from .foreign import Foreign
 
 StateDict = dict[str, Any]
@@ -437,9 +438,13 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         self._refuse_while_predicted("bind")
         if self._parameters.binding is not None:
             raise RuntimeError("bind: the optimizer is bound already, unbind() it first")
-        correction = None if correction is None else as_correction(correction)
-        self.check_correction(correction)
-        more = () if correction is None else correction.buffers
+        more: tuple[str, ...] = ()
+        if correction is not None:
+            from spectrain_ext.operators.corrections import as_correction  # loaded where used
+
+            correction = as_correction(correction)
+            self.check_correction(correction)
+            more = correction.buffers
         binding = Binding(self.param_groups, master, buffers, (*self._rule.buffers, *more))
         for where, p, rule in ruled(self._rule, self.param_groups):
             dtype = binding.weights[p].dtype

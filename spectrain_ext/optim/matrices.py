@@ -8,20 +8,22 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from spectrain_ext.operators.calls import Role
-from spectrain_ext.operators.corrections import Correction
 from spectrain_ext.operators.numbers import Adam, Sgd, fraction, non_negative, number
 
 from .base import PredictingOptimizer
 from .optimizers import ADAM, AdamW
 from .saved import loose_dtype
 from .state import Group, Rule, betas_of, plain, rate_of
+
+if TYPE_CHECKING:
+    from spectrain_ext.operators.corrections import Correction
 
 State: TypeAlias = MutableMapping[str, Any]  # of one parameter
 

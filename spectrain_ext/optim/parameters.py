@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from spectrain_ext import _C
-from spectrain_ext.operators.corrections import Correction, StepCorrection
 from spectrain_ext.operators.laws import Law, terms_of
 from spectrain_ext.operators.numbers import Term
 
@@ -29,6 +28,9 @@ from .state import (
     ruled,
     scalar_dtype,
 )
+
+if TYPE_CHECKING:
+    from spectrain_ext.operators.corrections import Correction
 
 Views = Mapping[Tensor, Tensor]
 
@@ -126,7 +128,7 @@ class Parameters:
             self._numbers = [self.rule.read(index, group) for index, group in enumerate(groups)]
             if factor != 1.0:
                 self._numbers = [replace(n, lr=n.lr * factor) for n in self._numbers]
-            if isinstance(self.correction, StepCorrection):
+            if self.correction is not None and not self.correction.reads_stale:
                 self._numbers = list(map(self._corrected, range(len(groups)), self._numbers))
             self._good = []
             kinds = [numbers.has_momentum for numbers in self._numbers]
