@@ -111,6 +111,11 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     _launches: Launches
     rate_factor: float  # on the groups' learning rates, in steps and predictions until `unbind`
 
+    def __init__(self, *args: Any, momentum_dtype: torch.dtype | None = None, **more: Any) -> None:
+        """Take the arguments of torch's class, and `momentum_dtype`."""
+        self._prepare(momentum_dtype)
+        super().__init__(*args, **more)
+
     def _prepare(self, momentum_dtype: torch.dtype | None) -> None:
         """Prepare for the parameter groups that torch's constructor will add."""
         self._turn = RLock()
