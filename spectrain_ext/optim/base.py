@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial, wraps
 from threading import RLock
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from spectrain_ext.interrupts import deferred
 from spectrain_ext.operators.calls import StepOptions, bump_versions
 from spectrain_ext.operators.laws import Horizons, Law, as_laws
 
+from .guards import Ordered, SaveGuard, exclusive, hooked, without_compiler
 from .launch import Launch, Launches
 from .parameters import Binding, Parameters, Views
 from .state import (
-    Ordered,
     Rule,
-    SaveGuard,
     check_dtypes,
     independent,
     loaded_dtype,
@@ -37,49 +32,6 @@ if TYPE_CHECKING:
     from .foreign import Foreign
 
 StateDict = dict[str, Any]
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _hooked(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a step in torch's hooks and profiler range only if one of them is in use."""
-    # The profiler range costs as much as the rest of a small step.
-    plain: Callable[..., Any] = torch.optim.Optimizer.profile_hook_step(func)
-
-    @wraps(func)
-    def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if (
-            self._optimizer_step_pre_hooks
-            or self._optimizer_step_post_hooks
-            or _global_optimizer_pre_hooks
-            or _global_optimizer_post_hooks
-            or torch._C._autograd._profiler_enabled()
-        ):
-            return plain(self, *args, **kwargs)
-        return func(self, *args, **kwargs)
-
-    return step
-
-
-def _plain(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of torch's optimizers without its torch.compiler.disable wrapper.
-
-    The wrapper imports the compiler, 1.0 s in each process (torch 2.13). Unless the compiler is
-    imported already, nothing is being compiled.
-    """
-    if "torch._dynamo" in sys.modules or not hasattr(method, "__wrapped__"):
-        return method
-    return partial(method.__wrapped__, cast(Any, method).__self__)
-
-
-def _exclusive(method: F) -> F:
-    """Make a method exclusive to one thread at a time, and defer Ctrl-C until it returns."""
-
-    @wraps(method)
-    def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with deferred(), self._turn:
-            return method(self, *args, **kwargs)
-
-    return cast(F, alone)
 
 
 class PredictingOptimizer(Ordered, torch.optim.Optimizer):
@@ -137,11 +89,11 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         self._next_write: tuple[Views, tuple[Law, ...], Any] | None = None
 
     _guard = SaveGuard("its weights are predicted; leave the block of predicted() first")
-    profile_hook_step = staticmethod(_hooked)
+    profile_hook_step = staticmethod(hooked)
 
     # Parameter groups and state, as torch.optim.Optimizer keeps them.
 
-    @_exclusive
+    @exclusive
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as torch does; an invalid one raises and is not added.
 
@@ -150,7 +102,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         self._refuse_while_predicted("add_param_group")
         if self._parameters.binding is not None:
             raise RuntimeError("add_param_group: unbind() the optimizer first")
-        _plain(super().add_param_group)(param_group)
+        without_compiler(super().add_param_group)(param_group)
         try:
             self._check_group(len(self.param_groups) - 1)
         except Exception:
@@ -170,9 +122,9 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset all gradients, as in torch."""
-        _plain(super().zero_grad)(set_to_none)
+        without_compiler(super().zero_grad)(set_to_none)
 
-    @_exclusive
+    @exclusive
     def __getstate__(self) -> dict[str, Any]:
         """Return what deepcopy and pickle keep; RuntimeError while the weights are predicted."""
         self._refuse_while_predicted("copying or pickling the optimizer")
@@ -199,7 +151,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
             self._parameters.forget()
             self._parameters.look(self.param_groups, self.state)
 
-    @_exclusive
+    @exclusive
     def state_dict(self) -> StateDict:
         """Return the state with the keys of torch's class of the same name.
 
@@ -207,7 +159,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         the whole buffer behind a view.
         """
         with self._owners_turn():
-            result: StateDict = _plain(super().state_dict)()
+            result: StateDict = without_compiler(super().state_dict)()
             result["state"] = {k: self._saved_entry(v) for k, v in result["state"].items()}
             return result
 
@@ -215,15 +167,14 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         rule, bound = self._parameters.rule, self._parameters.binding is not None
         return independent(entry, rule.all_keys if bound else tuple(rule.scalars))
 
-    @_exclusive
+    @exclusive
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state_dict of this class or of torch's class of the same name.
 
-        State is copied. Buffers get ``momentum_dtype`` if it was given. Otherwise float32 buffers
-        of a 16-bit parameter stay float32, and all others get the parameter's dtype. A bound
-        optimizer stays bound, and its state gets the dtype of the bound buffers. ValueError or
-        TypeError if the state does not fit; nothing changes then. RuntimeError while the weights
-        are predicted.
+        Buffers get ``momentum_dtype`` if it was given. Otherwise float32 buffers of a 16-bit
+        parameter stay float32, and all others get the parameter's dtype, or in a bound optimizer
+        that of the bound buffers. ValueError or TypeError if the state does not fit; nothing
+        changes then. RuntimeError while the weights are predicted.
         """
         self._refuse_while_predicted("load_state_dict")
         from .saved import without_state
@@ -236,7 +187,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         handle = self.register_load_state_dict_pre_hook(take_state)  # after the caller's
         try:
             with self._owners_turn():
-                _plain(super().load_state_dict)(state_dict)
+                without_compiler(super().load_state_dict)(state_dict)
         finally:
             self._loading = None
             handle.remove()
@@ -273,10 +224,9 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         range or a gradient that does not match its parameter. As in torch, Ctrl-C can interrupt a
         step halfway; within a pipeline's run it waits for the end of the step.
 
-        With ``torch.amp.GradScaler`` the step divides gradients by the scale in the same pass (the
-        gradients themselves stay scaled) and skips if they are not finite. On CUDA, SGD
-        synchronizes only at a parameter's first step. Adam counts steps on the host, so it waits
-        for the check, as GradScaler does for other optimizers.
+        With ``torch.amp.GradScaler`` the step divides by the scale in the same pass (``grad`` stays
+        scaled) and skips if gradients are not finite. On CUDA, SGD waits for this check only at a
+        parameter's first step; Adam, which counts on the host, always does.
         """
         if (
             self._parameters.rule.scalars
@@ -347,16 +297,15 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         self._parameters.check_laws(self.param_groups, laws, has_gradient)
         return templates, laws
 
-    @_exclusive
+    @exclusive
     def predict_(self, steps: Horizons) -> None:
         """Replace every weight by its prediction ``steps`` updates ahead, until :meth:`restore_`.
 
         ``steps`` is a number of updates (>= 0, may be fractional), a law of
         ``spectrain_ext.laws`` that needs no gradient, or a tuple of these with one for each group.
-        Each group uses its current learning rate. The true weights are stashed in the same pass, in
-        one more buffer per parameter. Parameters that were never updated do not change. Until
-        :meth:`restore_`, ``state_dict``, ``torch.save`` and deepcopy of a module with predicted
-        weights raise RuntimeError.
+        The same pass stashes the true weights, in one more buffer per parameter. Parameters that
+        were never updated do not change. Until :meth:`restore_`, ``state_dict``, ``torch.save`` and
+        deepcopy of a module with predicted weights raise RuntimeError.
 
         RuntimeError if the weights are already predicted or the optimizer is bound. ValueError for
         invalid ``steps`` or a group whose momentum is 0.
@@ -377,7 +326,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
             self.restore_()
             raise
 
-    @_exclusive
+    @exclusive
     def restore_(self) -> None:
         """Restore the weights that :meth:`predict_` replaced, bit for bit; else RuntimeError."""
         if self._predicted is None:
@@ -411,7 +360,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
 
     # For a pipeline, which owns the buffers of weights and state.
 
-    @_exclusive
+    @exclusive
     def bind(
         self,
         master: Views | None,
@@ -422,23 +371,20 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
 
         :meth:`step` then reads each parameter's ``grad``, updates ``master[p]`` (``None``: p
         itself) and keeps ``state[p][key]`` in ``buffers[key][p]``, for each of ``buffer_keys``. All
-        tensors have p's shape and device, and one layout; usually they are views of flat buffers.
-        Existing state is copied. Without state the buffers become zero, so that a prediction before
-        the first step equals the weights. A bound optimizer does not bump autograd's version
-        counters: the caller orders forwards, backwards and steps.
+        tensors have p's shape and device, and one layout. Existing state is copied; other buffers
+        become zero, so that a prediction before the first step equals the weights. A bound
+        optimizer does not bump autograd's version counters: the caller orders its uses.
 
-        ``correction`` is one of ``spectrain_ext.corrections``, or an object whose ``sgd`` and
-        ``adam`` methods return a step as a ``Term``; all steps apply it. A correction of stale
-        weights needs :meth:`read_stale` before each step, which may write the next prediction there
-        (``write_with_next_step``). Adaptive braking scales gradients in place. ``GapAware`` has
-        state: ``state[p]["gap_average"]`` (in ``buffers["gap_average"]``), ``state[p]["gap_step"]``
-        (the number of averaged steps), and ``gap_rate`` in the parameter groups (the largest
-        learning rate so far). All start at zero.
+        All steps apply the ``correction``, one of ``spectrain_ext.corrections``, or an object whose
+        ``sgd`` and ``adam`` return a step as a ``Term``. One of stale weights needs
+        :meth:`read_stale` before each step, and its own ``buffers`` too. ``GapAware`` also has
+        ``state[p]["gap_step"]``, the averaged steps, and ``gap_rate`` in the groups, the largest
+        learning rate so far.
 
         RuntimeError if already bound or while the weights are predicted. ValueError for a missing
-        or unsuitable tensor, or for a group for which the correction is undefined (``GapAware`` and
-        braking need momentum). TypeError for an invalid correction, or one of stale weights if true
-        weights are not float32 or float64. Nothing changes then.
+        or unsuitable tensor, or a group for which the correction is undefined. TypeError for an
+        invalid correction, or one of stale weights if true weights are not float32 or float64.
+        Nothing changes then.
         """
         self._refuse_while_predicted("bind")
         if self._parameters.binding is not None:
@@ -465,7 +411,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         self._begin(binding, correction)
         self._parameters.look(self.param_groups, self.state)
 
-    @_exclusive
+    @exclusive
     def unbind(self) -> None:
         """Move the state to its own storage; RuntimeError if the optimizer is not bound.
 
@@ -482,17 +428,14 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         binding = self._parameters.binding
         return binding is not None and binding.state is buffers
 
-    @_exclusive
+    @exclusive
     def write_prediction(self, outs: Views, steps: Horizons) -> None:
         """Write the prediction of every p to ``outs[p]``, with each group's current learning rate.
 
         ``outs[p]`` has the layout and device of p's weights; pass the same mapping for the same
-        tensors, which are checked once. ``steps`` is a number of updates (>= 0; 0 copies the
-        weights' bits), a law of ``spectrain_ext.laws`` that needs no gradient, or a tuple with one
-        for each group. Allocates nothing and bumps no version counters.
-
-        RuntimeError if the optimizer is not bound. ValueError for a missing or unsuitable tensor,
-        invalid ``steps`` or a group whose momentum is 0.
+        tensors, which are checked once. ``steps`` as in :meth:`predict_`; 0 copies the weights'
+        bits. Allocates nothing and bumps no version counters. RuntimeError if the optimizer is not
+        bound. ValueError for a missing or unsuitable tensor, and as in :meth:`predict_`.
         """
         self._bound("write_prediction").check(self.param_groups, outs, "outs")
         templates, laws = self._laws(steps)
@@ -524,23 +467,19 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
             templates, laws = self._laws(steps, has_gradient=True)
             self._next_write = outs, laws, templates
 
-    @_exclusive
+    @exclusive
     def update_in(self, views: Views) -> None:
         """Update ``views[p]`` from the next step on; the caller has copied the weights there.
 
-        The previous tensors do not change any more. RuntimeError if the optimizer is not bound.
-        ValueError for a missing or unsuitable tensor.
+        RuntimeError if the optimizer is not bound. ValueError for a missing or unsuitable tensor.
         """
         binding = self._bound("update_in")
         binding.check(self.param_groups, views, "weights")
         binding.weights = views
 
-    @_exclusive
+    @exclusive
     def read_stale(self, views: Views) -> None:
-        """Let the correction read stale weights from ``views[p]`` from the next step on.
-
-        RuntimeError if the optimizer is not bound. ValueError for a missing or unsuitable tensor.
-        """
+        """Let the correction read stale weights from ``views[p]``; errors as in `update_in`."""
         binding = self._bound("read_stale")
         binding.check(self.param_groups, views, "stale weights")
         binding.stale = views

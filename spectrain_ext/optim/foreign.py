@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as versions_preserved
 from torch.utils._pytree import tree_leaves
 
+from .guards import Ordered
 from .parameters import Views
-from .state import Ordered, laid_out_as
+from .state import laid_out_as
 
 if TYPE_CHECKING:
     from spectrain_ext.operators.corrections import Correction
