@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import RLock
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from spectrain_ext.operators.calls import StepOptions, bump_versions
+from spectrain_ext.operators.calls import bump_versions
 from spectrain_ext.operators.laws import Horizons, Law, as_laws
 
 from .guards import Ordered, SaveGuard, exclusive, hooked, without_compiler
@@ -53,9 +53,6 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         0.75
     """
 
-    # GradScaler then leaves unscaling and skipping to the step.
-    _step_supports_amp_scaling = True
-
     _rule: Rule  # steps use the rule of `_parameters`, which may include a correction's state
     _momentum_dtype: torch.dtype | None
     _loading: StateDict | None = None
@@ -67,6 +64,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         """Take the arguments of torch's class, and `momentum_dtype`."""
         self._prepare(momentum_dtype)
         super().__init__(*args, **more)
+        self._step_supports_amp_scaling = False  # GradScaler unscales and skips, also with fused
 
     def _prepare(self, momentum_dtype: torch.dtype | None) -> None:
         """Prepare for the parameter groups that torch's constructor will add."""
@@ -223,10 +221,6 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         predicted or for a sparse gradient; ValueError or TypeError for a hyperparameter out of
         range or a gradient that does not match its parameter. As in torch, Ctrl-C can interrupt a
         step halfway; within a pipeline's run it waits for the end of the step.
-
-        With ``torch.amp.GradScaler`` the step divides by the scale in the same pass (``grad`` stays
-        scaled) and skips if gradients are not finite. On CUDA, SGD waits for this check only at a
-        parameter's first step; Adam, which counts on the host, always does.
         """
         if (
             self._parameters.rule.scalars
@@ -252,23 +246,10 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
             self._parameters.check_laws(self.param_groups, laws, has_gradient=True)
         for launch in launches:
             launch.read_gradients()
-        # GradScaler sets these attributes during a step.
-        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        # Step counts and first steps are on the host; else only the device has to know.
-        asks = self._parameters.rule.scalars or not all(launch.started for launch in launches)
-        if found_inf is not None and (asks or not found_inf.is_cuda) and found_inf.item():
-            for launch in launches:
-                launch.native.forget_gradients()
-            return
         for launch in launches:
             if launch.is_special:
                 launch.before_step(templates, self.param_groups)
-            options: dict[str, Tensor] = {
-                name: value.to(launch.device, torch.float32, non_blocking=True)
-                for name, value in (("grad_scale", grad_scale), ("found_inf", found_inf))
-                if value is not None
-            }
-            launch.prepare_step(templates, laws, cast("StepOptions", options))
+            launch.prepare_step(templates, laws)
 
         # From here on nothing can be refused.
         for launch in launches:

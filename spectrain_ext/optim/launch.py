@@ -16,7 +16,6 @@ from spectrain_ext.operators.calls import (
     Lists,
     Prediction,
     Role,
-    StepOptions,
     prediction,
     step_arguments,
 )
@@ -104,7 +103,6 @@ class Launch:
         # This object keeps the memory alive and checks the addresses. Checking them once more takes
         # a tenth of the host time of a step.
         self.native.keep(False)
-        self._scale: Any = None  # of its gradients
         self._all_active = False
         self._active: list[bool] = []
         self._rest: tuple[list[bool], Launch] | None = None  # for rows that are not active
@@ -156,10 +154,9 @@ class Launch:
         self,
         templates: Sequence[Any],
         laws: tuple[Law, ...] | None,  # for the outs, of every group; None: no outs
-        options: StepOptions,
     ) -> None:
         """Prepare the update of rows that have a gradient; raises all errors of a step."""
-        if not options and self._step is not None and self._step.serves(templates, laws):
+        if self._step is not None and self._step.serves(templates, laws):
             return
         rule = self.rule
         before = list(map(self._scalars, self.cohorts))
@@ -184,13 +181,11 @@ class Launch:
                 firsts = zip(each, numbers, starts, strict=True)
                 each = [after_first_step(law, n) if first else law for law, n, first in firsts]
             predict = (tuple(each),)
-        if self.unscales:
-            self._scale = options.pop("grad_scale", None)
         same = all(starts) or not any(starts)
         first = starts[0] if same else [starts[n] for n in self._assignment]
         arguments = step_arguments(numbers, predict)
-        call = partial(self.native.step, *arguments, first, options, None)
-        lasts = not options and self._scale is None and not rule.scalars and _last(laws)
+        call = partial(self.native.step, *arguments, first, {}, None)
+        lasts = not rule.scalars and _last(laws)
         self._step = Prepared(templates, laws, lasts, call, after)
 
     def step(self, state: State, groups: Sequence[Group]) -> bool:
@@ -209,7 +204,6 @@ class Launch:
     # Subclasses in `gradients.py` step by other gradients than the parameters have.
 
     is_special = False  # whether this is one of them; saves plain ones the calls
-    unscales = False  # whether it divides gradients by ``grad_scale`` before the kernel
 
     def before_step(self, templates: Sequence[Any], groups: Sequence[dict[str, Any]]) -> None:
         """Change gradients or groups before the step is prepared."""
