@@ -106,7 +106,8 @@ class GapAware(StaleCorrection):
     far. Adam: C = sqrt(A_hat) + eps, A the average of the squared updates, without decoupled decay,
     which is not corrected. After an update A <- decay*A + (1 - decay)*(its square), and
     A_hat = A/(1 - decay^n) after n updates. The first update corrects nothing. Unchanged weights
-    give the plain step bit for bit.
+    give the plain step bit for bit. State has A as ``gap_average`` and n as ``gap_step``, and
+    parameter groups the largest learning rate as ``gap_rate``.
 
     Args:
         decay: of the average, below 1.

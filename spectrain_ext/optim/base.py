@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from spectrain_ext.operators.calls import bump_versions
-from spectrain_ext.operators.laws import Horizons, Law, as_laws
+from spectrain_ext.operators.laws import Horizon, Law, as_law
 
 from .guards import Ordered, SaveGuard, exclusive, hooked, without_compiler
 from .launch import Launch, Launches
 from .parameters import Binding, Parameters, Views
 from .state import (
     Rule,
-    check_dtypes,
     independent,
     loaded_dtype,
     read_entry,
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
 
     from .foreign import Foreign
 
-StateDict = dict[str, Any]
-
 
 class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     """Base of this package's optimizers; a subclass adds its rule and torch's class of that name.
@@ -40,22 +37,11 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     A step is one kernel launch per device for all parameter groups, or two if some groups have
     momentum and others do not. Threads that share an optimizer take turns. Torch does not allow one
     thread to set a ``grad`` while another reads it; the caller must prevent that.
-
-    Example:
-        >>> weight = nn.Parameter(torch.ones(1))
-        >>> optimizer = st.optim.SGD([weight], lr=0.25, momentum=0.5)
-        >>> weight.grad = torch.ones(1)
-        >>> optimizer.step()
-        >>> with optimizer.predicted(steps=2):
-        ...     print(weight.item())
-        0.25
-        >>> weight.item()
-        0.75
     """
 
     _rule: Rule  # steps use the rule of `_parameters`, which may include a correction's state
     _momentum_dtype: torch.dtype | None
-    _loading: StateDict | None = None
+    _loading: dict[str, Any] | None = None
     _parameters: Parameters
     _launches: Launches
     rate_factor: float  # on the groups' learning rates, in steps and predictions until `unbind`
@@ -84,7 +70,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         self.__dict__.update(_parameters=parameters, _launches=Launches(parameters, special))
         self.rate_factor = 1.0
         self._predicted: list[Launch] | None = None
-        self._next_write: tuple[Views, tuple[Law, ...], Any] | None = None
+        self._next_write: tuple[Views, Law, Any] | None = None
 
     _guard = SaveGuard("its weights are predicted; leave the block of predicted() first")
     profile_hook_step = staticmethod(hooked)
@@ -102,21 +88,10 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
             raise RuntimeError("add_param_group: unbind() the optimizer first")
         without_compiler(super().add_param_group)(param_group)
         try:
-            self._check_group(len(self.param_groups) - 1)
+            self._parameters.check_group(self.param_groups, len(self.param_groups) - 1)
         except Exception:
             self.param_groups.pop()
             raise
-
-    def _check_group(self, index: int) -> None:
-        group = self.param_groups[index]
-        self._parameters.rule.read(index, group)
-        seen: dict[Tensor, int] = {}
-        for i, p in enumerate(group["params"]):
-            where = f"parameter {i} of group {index}"
-            if p in seen:
-                raise ValueError(f"{where} is parameter {seen[p]} of that group once more")
-            seen[p] = i
-            check_dtypes(where, p.dtype, self._momentum_dtype)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset all gradients, as in torch."""
@@ -150,14 +125,14 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
             self._parameters.look(self.param_groups, self.state)
 
     @exclusive
-    def state_dict(self) -> StateDict:
+    def state_dict(self) -> dict[str, Any]:
         """Return the state with the keys of torch's class of the same name.
 
         Scalar state, and all state of a bound optimizer, is copied, because torch.save would write
         the whole buffer behind a view.
         """
         with self._owners_turn():
-            result: StateDict = without_compiler(super().state_dict)()
+            result: dict[str, Any] = without_compiler(super().state_dict)()
             result["state"] = {k: self._saved_entry(v) for k, v in result["state"].items()}
             return result
 
@@ -166,7 +141,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         return independent(entry, rule.all_keys if bound else tuple(rule.scalars))
 
     @exclusive
-    def load_state_dict(self, state_dict: StateDict) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state_dict of this class or of torch's class of the same name.
 
         Buffers get ``momentum_dtype`` if it was given. Otherwise float32 buffers of a 16-bit
@@ -177,7 +152,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         self._refuse_while_predicted("load_state_dict")
         from .saved import without_state
 
-        def take_state(_: torch.optim.Optimizer, saved: StateDict) -> StateDict:
+        def take_state(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
             if self._loading is None:  # else an earlier hook, left by an exception, set it
                 self._loading = saved
             return without_state(self._parameters.rule, saved)
@@ -203,8 +178,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     def momentum_dtype(self, param: Tensor) -> torch.dtype:
         """Return the dtype of a parameter's buffers (momentum, moments), present or future."""
         entry, keys = self.state.get(param, {}), self._parameters.rule.all_keys
-        buffers = [entry[key] for key in keys if entry.get(key) is not None]
-        saved = buffers[0].dtype if buffers else param.dtype
+        saved = next((entry[key].dtype for key in keys if entry.get(key) is not None), param.dtype)
         return loaded_dtype(param.dtype, saved, self._momentum_dtype)
 
     def loose_state(self) -> list[Tensor]:
@@ -240,16 +214,16 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
 
     def _step(self) -> None:
         templates = self._numbers()
-        outs, laws, checked = self._next_write or (None, None, None)
+        outs, law, checked = self._next_write or (None, None, None)
         launches = self._launches.of(self.param_groups, self.state, outs)
-        if laws is not None and checked is not templates:
-            self._parameters.check_laws(self.param_groups, laws, has_gradient=True)
+        if law is not None and checked is not templates:
+            self._parameters.check_law(self.param_groups, law, has_gradient=True)
         for launch in launches:
             launch.read_gradients()
         for launch in launches:
             if launch.is_special:
                 launch.before_step(templates, self.param_groups)
-            launch.prepare_step(templates, laws)
+            launch.prepare_step(templates, law)
 
         # From here on nothing can be refused.
         for launch in launches:
@@ -269,24 +243,21 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     def _numbers(self) -> list[Any]:
         return self._parameters.numbers(self.param_groups, self.rate_factor)
 
-    def _laws(
-        self, steps: Horizons, *, has_gradient: bool = False
-    ) -> tuple[list[Any], tuple[Law, ...]]:
-        """Return the hyperparameters and the law of every group, checked against each other."""
-        laws = tuple(as_laws(steps, len(self.param_groups)))
-        templates = self._numbers()
-        self._parameters.check_laws(self.param_groups, laws, has_gradient)
-        return templates, laws
+    def _law(self, steps: Horizon, *, has_gradient: bool = False) -> tuple[list[Any], Law]:
+        """Return the hyperparameters of every group, and the law, which fits them."""
+        law, templates = as_law(steps), self._numbers()
+        self._parameters.check_law(self.param_groups, law, has_gradient)
+        return templates, law
 
     @exclusive
-    def predict_(self, steps: Horizons) -> None:
+    def predict_(self, steps: Horizon) -> None:
         """Replace every weight by its prediction ``steps`` updates ahead, until :meth:`restore_`.
 
-        ``steps`` is a number of updates (>= 0, may be fractional), a law of
-        ``spectrain_ext.laws`` that needs no gradient, or a tuple of these with one for each group.
-        The same pass stashes the true weights, in one more buffer per parameter. Parameters that
-        were never updated do not change. Until :meth:`restore_`, ``state_dict``, ``torch.save`` and
-        deepcopy of a module with predicted weights raise RuntimeError.
+        ``steps`` is a number of updates (>= 0, may be fractional), or a law of
+        ``spectrain_ext.laws`` that needs no gradient. The same pass stashes the true weights, in
+        one more buffer per parameter. Parameters that were never updated do not change. Until
+        :meth:`restore_`, ``state_dict``, ``torch.save`` and deepcopy of a module with predicted
+        weights raise RuntimeError.
 
         RuntimeError if the weights are already predicted or the optimizer is bound. ValueError for
         invalid ``steps`` or a group whose momentum is 0.
@@ -295,13 +266,13 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         if self._parameters.binding is not None:
             raise RuntimeError("predict_: the optimizer is bound, its owner predicts")
         self.check_can_predict()
-        templates, laws = self._laws(steps)
+        templates, law = self._law(steps)
         # Set before anything is written, so that restore_ can undo a prediction that fails.
         self._predicted = self._launches.of(self.param_groups, self.state, stash=True)
         try:
             for launch in self._predicted:
                 self._guard.put(launch.params)
-                launch.stash_predict(templates, laws)
+                launch.stash_predict(templates, law)
                 bump_versions(launch.params)
         except BaseException:
             self.restore_()
@@ -319,7 +290,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         self._predicted = None
 
     @contextmanager
-    def predicted(self, steps: Horizons) -> Iterator[None]:
+    def predicted(self, steps: Horizon) -> Iterator[None]:
         """Predict within a ``with`` block, see :meth:`predict_`.
 
         Run the forward *and* its backward inside: entering and leaving bump the weights' version
@@ -358,14 +329,11 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
 
         All steps apply the ``correction``, one of ``spectrain_ext.corrections``, or an object whose
         ``sgd`` and ``adam`` return a step as a ``Term``. One of stale weights needs
-        :meth:`read_stale` before each step, and its own ``buffers`` too. ``GapAware`` also has
-        ``state[p]["gap_step"]``, the averaged steps, and ``gap_rate`` in the groups, the largest
-        learning rate so far.
+        :meth:`read_stale` before each step, and its own ``buffers`` too.
 
         RuntimeError if already bound or while the weights are predicted. ValueError for a missing
         or unsuitable tensor, or a group for which the correction is undefined. TypeError for an
         invalid correction, or one of stale weights if true weights are not float32 or float64.
-        Nothing changes then.
         """
         self._refuse_while_predicted("bind")
         if self._parameters.binding is not None:
@@ -378,13 +346,9 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
             self.check_correction(correction)
             more = correction.buffers
         binding = Binding(self.param_groups, master, buffers, (*self._rule.buffers, *more))
+        if correction is not None and correction.reads_stale:
+            binding.check_wide(self.param_groups, f"for {correction}, as with a float32 master")
         for where, p, rule in ruled(self._rule, self.param_groups):
-            dtype = binding.weights[p].dtype
-            if correction is not None and correction.reads_stale and dtype.itemsize == 2:
-                raise TypeError(
-                    f"bind: the true weights of {where} must be float32 or float64 for "
-                    f"{correction}, as with a float32 master, got {dtype}"
-                )
             read_entry(where, rule, p, self.state.get(p) or {})
         for p, entry in self.state.items() if more else ():
             if entry.get(self._rule.buffers[0]) is not None and entry.get("gap_average") is None:
@@ -394,10 +358,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
 
     @exclusive
     def unbind(self) -> None:
-        """Move the state to its own storage; RuntimeError if the optimizer is not bound.
-
-        The caller copies ``master`` to the parameters, if needed.
-        """
+        """Move the state to its own storage; RuntimeError if the optimizer is not bound."""
         self._bound("unbind")
         for entry in self.state.values():
             if isinstance(entry, dict):
@@ -410,7 +371,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         return binding is not None and binding.state is buffers
 
     @exclusive
-    def write_prediction(self, outs: Views, steps: Horizons) -> None:
+    def write_prediction(self, outs: Views, steps: Horizon) -> None:
         """Write the prediction of every p to ``outs[p]``, with each group's current learning rate.
 
         ``outs[p]`` has the layout and device of p's weights; pass the same mapping for the same
@@ -419,11 +380,11 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         bound. ValueError for a missing or unsuitable tensor, and as in :meth:`predict_`.
         """
         self._bound("write_prediction").check(self.param_groups, outs, "outs")
-        templates, laws = self._laws(steps)
+        templates, law = self._law(steps)
         for launch in self._launches.of(self.param_groups, self.state, outs):
-            launch.predict(templates, laws)
+            launch.predict(templates, law)
 
-    def write_with_next_step(self, outs: Views | None, steps: Horizons = 0.0) -> None:
+    def write_with_next_step(self, outs: Views | None, steps: Horizon = 0.0) -> None:
         """Let the next :meth:`step` also write what ``write_prediction(outs, steps)`` would.
 
         If every parameter has a gradient, this needs no further pass over memory. ``steps`` may be
@@ -445,14 +406,14 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
                 self._next_write = None
                 return
             self._bound("write_with_next_step").check(self.param_groups, outs, "outs")
-            templates, laws = self._laws(steps, has_gradient=True)
-            self._next_write = outs, laws, templates
+            templates, law = self._law(steps, has_gradient=True)
+            self._next_write = outs, law, templates
 
     @exclusive
     def update_in(self, views: Views) -> None:
-        """Update ``views[p]`` from the next step on; the caller has copied the weights there.
+        """Update ``views[p]`` from the next step on, where the caller has copied the weights.
 
-        RuntimeError if the optimizer is not bound. ValueError for a missing or unsuitable tensor.
+        Errors as in `write_prediction`, here and in `read_stale`.
         """
         binding = self._bound("update_in")
         binding.check(self.param_groups, views, "weights")
@@ -460,7 +421,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
 
     @exclusive
     def read_stale(self, views: Views) -> None:
-        """Let the correction read stale weights from ``views[p]``; errors as in `update_in`."""
+        """Let the correction read stale weights from ``views[p]`` from the next step on."""
         binding = self._bound("read_stale")
         binding.check(self.param_groups, views, "stale weights")
         binding.stale = views

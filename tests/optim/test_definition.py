@@ -98,10 +98,7 @@ SECOND = {
     "SGD": {"lr": 0.2, "weight_decay": 0.1, "momentum": 0.8},
     "Adam": {"lr": 0.05, "weight_decay": 0.1, "betas": (0.5, 0.9), "eps": 1e-4},
 }
-LAWS = (
-    *(0, 1, 2.5, Linear(3), Geometric(2), SecondOrder(2, 1)),
-    *((0, Geometric(3), 1), (SecondOrder(1), 1.5, 0)),  # for each group
-)
+LAWS = 0, 1, 2.5, Linear(3), Geometric(2), SecondOrder(2, 1)
 
 
 class How(NamedTuple):
@@ -235,19 +232,16 @@ class Life:
 
     def next_law(self) -> Any:
         """Return the next law that can be predicted by; None if no prediction is possible."""
-        groups = self.optimizer.param_groups
-        law = LAWS[self.made // 2 % len(LAWS)]  # twice, so that calls may be reused
+        law: Any = LAWS[self.made // 2 % len(LAWS)]  # twice, so that calls may be reused
         self.made += 1
-        if not all(group.get("momentum", 1.0) for group in groups):
+        if not all(group.get("momentum", 1.0) for group in self.optimizer.param_groups):
             return None
-        laws = law[: len(groups)] if isinstance(law, tuple) else (law,) * len(groups)
         wide = self.case["dtype"] in (F64, F32) or self.case["home"] == "wide master"
-        if not (self.bound and wide and self.case.get("betas", (0.9,))[0]):
-            laws = tuple(
-                Linear(each.delay + each.lead) if isinstance(each, SecondOrder) else each
-                for each in laws
-            )
-        return laws if isinstance(law, tuple) else laws[0]
+        if isinstance(law, SecondOrder) and not (
+            self.bound and wide and self.case.get("betas", (0.9,))[0]
+        ):
+            return Linear(law.delay + law.lead)
+        return law
 
     def step(self, how: How) -> None:
         now, optimizer, law = self.now, self.optimizer, self.next_law()
@@ -317,7 +311,7 @@ class Life:
             self.check_predicted(law, before, found)
         else:
             found = [self.outs[p].clone() for p in now]
-            if not isinstance(law, SecondOrder | tuple):
+            if not isinstance(law, SecondOrder):
                 for view in self.outs.values():
                     view.fill_(7)
                 optimizer.write_prediction(self.outs, law or 0)
@@ -326,13 +320,10 @@ class Life:
             self.check_predicted(law or 0, before, found)
 
     def check_predicted(self, law: Any, before: Any, found: list[Tensor]) -> None:
-        groups = self.optimizer.param_groups
         rows = rows_of(self.definition, [self.of[p] for p in self.now])
-        laws = law if isinstance(law, tuple) else [law] * len(groups)
-        each = [own for own, group in zip(laws, groups, strict=True) for _ in group["params"]]
-        by_law = {own: continued(own, before, rows) for own in laws}
+        every = continued(law, before, rows)
         for i, (p, value) in enumerate(zip(self.now, found, strict=True)):
-            expected = by_law[each[i]][i]
+            expected = every[i]
             assert value.dtype == p.dtype
             precision = 10 * PRECISION[self.weight(p).dtype]
             # mu_product is in float32
