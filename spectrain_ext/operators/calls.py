@@ -13,7 +13,7 @@ from torch import Tensor
 from spectrain_ext import _C
 from spectrain_ext._C import Role as Role
 
-from .laws import Horizons, Law, after_first_step, as_laws, terms_of
+from .laws import Law, after_first_step, terms_of
 from .numbers import Adam, Hyperparameters, Rate, Setting, Sgd, Term
 
 # Arrays.
@@ -110,26 +110,11 @@ class Lists:
                 written += compress(arrays, self._stepped)
         bump_versions(written)
 
-    def plan(self, groups: Sequence[int] | None = None) -> _C.Plan:
-        """Validate all arguments and build a native plan."""
-        return _C.Plan(self._lists, self._checked_groups(groups), self.single)
-
-    def _checked_groups(self, groups: Sequence[int] | None) -> Sequence[int]:
-        if groups is None:
-            return ()
-        if isinstance(groups, str) or not isinstance(groups, Iterable):
-            raise TypeError(f"groups: expected a sequence of indices, got {groups!r}")
-        indices = tuple(groups)
-        if len(indices) != len(self.params):
-            raise ValueError(
-                f"groups: expected one entry per tensor, {len(self.params)}, got {len(indices)}"
-            )
-        for i, index in enumerate(indices):
-            if isinstance(index, bool) or not hasattr(index, "__index__"):
-                raise TypeError(f"groups[{i}]: expected an index, got {index!r}")
-            if not 0 <= index < _C.MAX_GROUPS:
-                raise ValueError(f"groups[{i}]: expected 0 to {_C.MAX_GROUPS - 1}, got {index}")
-        return indices
+    def plan(self, groups: Sequence[int] = ()) -> _C.Plan:
+        """Validate all arguments and build a native plan; `groups`: of every tensor, if several."""
+        if max(groups, default=0) >= _C.MAX_GROUPS:
+            raise ValueError(f"groups: expected at most {_C.MAX_GROUPS}, got {max(groups) + 1}")
+        return _C.Plan(self._lists, groups, self.single)
 
 
 def current(stream: Any, device: torch.device | None) -> AbstractContextManager[object]:
@@ -199,7 +184,9 @@ def _rates(groups: Numbers) -> Rates:
 
 
 def step_arguments(
-    groups: Numbers, predict: Sequence[Horizons | None], first_step: bool | Sequence[bool] = False
+    groups: Numbers,
+    predict: Sequence[Sequence[Law] | None],  # for every output, by group; None: is not written
+    first_step: bool | Sequence[bool] = False,
 ) -> Step:
     """Translate a step with predictions; ValueError for inconsistent hyperparameters."""
     operation = groups[0].operation
@@ -207,14 +194,14 @@ def step_arguments(
         if numbers.operation != operation:
             raise ValueError("momentum: expected it to be 0 in all groups, or in none")
     predictions: list[tuple[int, Terms]] = []
-    for j, steps in enumerate(predict):
-        if steps is not None:
+    for j, laws in enumerate(predict):
+        if laws is not None:
             if not groups[0].has_momentum:
                 raise ValueError("predict: a prediction needs momentum > 0")
-            laws = as_laws(steps, len(groups), f"predict[{j}]")
             if first_step is not False:
-                plain, laws = laws, list(map(after_first_step, laws, cast("Sequence[Sgd]", groups)))
-                if first_step is not True and laws != plain:
+                later = list(laws)
+                laws = list(map(after_first_step, laws, cast("Sequence[Sgd]", groups)))
+                if first_step is not True and laws != later:
                     raise ValueError(
                         "first_step: expected the same for all tensors, since predict= has a "
                         "second-order prediction and the first step is without dampening and "

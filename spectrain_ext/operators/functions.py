@@ -35,7 +35,7 @@ from .calls import (
     is_array,
     prediction,
 )
-from .laws import Horizon, Horizons, Linear, as_laws
+from .laws import Horizon, Linear, as_law
 from .library import operator
 from .numbers import Adam, Sgd, Term, horizon, learning_rate, non_negative
 
@@ -43,8 +43,7 @@ T = TypeVar("T", Tensor, Sequence[Tensor], Any)  # Any: arrays of other framewor
 
 
 def sgd_prediction(
-    n_groups: int,
-    steps: Horizons,
+    steps: Horizon,
     lr: float,
     momentum: float | None = None,
     weight_decay: float = 0.0,
@@ -54,22 +53,21 @@ def sgd_prediction(
     decoupled_weight_decay: bool = False,
     smoothed: bool = False,
 ) -> Prediction:
-    """Translate a prediction under SGD with the same hyperparameters for all groups."""
+    """Translate a prediction under SGD."""
     rate = learning_rate(lr)
     if type(weight_decay) is not float:
         weight_decay = non_negative("weight_decay", weight_decay)
     plain = momentum is None and not weight_decay and not nesterov
     if plain and type(rate) is float and isinstance(steps, (int, float)):  # made fast
         distance = rate * horizon("steps", steps)
-        return "sgd_predict", [[Term(1.0, distance)] if distance else []] * n_groups, (), None
-    laws = as_laws(steps, n_groups)
+        return "sgd_predict", [[Term(1.0, distance)] if distance else []], (), None
+    law = as_law(steps)
     if momentum is None:
-        for law in laws:
-            if not isinstance(law, Linear):
-                raise ValueError(f"momentum: {law} needs it")
+        if not isinstance(law, Linear):
+            raise ValueError(f"momentum: {law} needs it")
         momentum = 1.0
     more = nesterov, maximize, decoupled_weight_decay, smoothed
-    return prediction([Sgd(rate, momentum, dampening, weight_decay, *more)] * n_groups, laws)
+    return prediction([Sgd(rate, momentum, dampening, weight_decay, *more)], [law])
 
 
 def _output(lists: Lists, role: Role, out: Tensors | None, stream: Any) -> Any:
@@ -137,7 +135,7 @@ def predict_(
     lists = Lists(params, "params", writes=True)
     lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
     plan = lists.plan()
-    by = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
+    by = sgd_prediction(steps, lr, momentum, weight_decay, nesterov)
     plan.predict(*by, None, stream)
     lists.bump()
 
@@ -168,7 +166,7 @@ def predict(
     lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
     result = _output(lists, Role.OUT, out, stream)
     plan = lists.plan()
-    by = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
+    by = sgd_prediction(steps, lr, momentum, weight_decay, nesterov)
     plan.predict(*by, 0, stream)
     lists.bump()
     return cast(T, result)
@@ -250,7 +248,7 @@ def stash_predict_(
     lists.add(Role.STASHED, "stashed", stashed, writes=True)
     lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
     plan = lists.plan()
-    by = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
+    by = sgd_prediction(steps, lr, momentum, weight_decay, nesterov)
     plan.stash_predict_(*by, stream)
     lists.bump()
 
@@ -288,7 +286,7 @@ def adam_predict(
     result = _output(lists, Role.OUT, out, stream)
     numbers = Adam(lr, betas, eps, weight_decay, step, decoupled_weight_decay)
     plan = lists.plan()
-    plan.predict(*prediction([numbers], as_laws(steps, 1)), 0, stream)
+    plan.predict(*prediction([numbers], [as_law(steps)]), 0, stream)
     lists.bump()
     return cast(T, result)
 

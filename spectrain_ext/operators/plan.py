@@ -10,17 +10,15 @@ from typing import Any, NoReturn, cast
 from .calls import (
     Gradients,
     Lists,
-    Numbers,
     Prediction,
     Role,
     Tensors,
     is_array,
     prediction,
-    step_arguments,
 )
 from .functions import sgd_prediction
-from .laws import Horizons, as_laws
-from .numbers import Adam, Hyperparameters, Sgd, horizon
+from .laws import Horizon, as_law
+from .numbers import Adam, horizon
 from .steps import ROLES, ROWS, first_steps
 
 
@@ -29,7 +27,7 @@ def _step(name: str) -> Callable[..., None]:
     row = ROWS[name]
     numbers = frozenset(row.numbers)
 
-    def method(self: Plan, groups: Sequence[Hyperparameters] | None, **keywords: Any) -> None:
+    def method(self: Plan, **keywords: Any) -> None:
         predict, stream = keywords.pop("predict", ()), keywords.pop("stream", None)
         if len(predict) > self._n_outs:
             raise self._too_many(predict)
@@ -39,33 +37,22 @@ def _step(name: str) -> Callable[..., None]:
         options: Any = {}
         if not numbers.issuperset(keywords):
             options = {each: keywords.pop(each) for each in [*keywords] if each not in numbers}
-        if groups is None:
-            names, values = tuple(keywords), tuple(keywords.values())
-            arguments = row.arguments(names, values, self._n_groups, predict, first)
-        else:
-            _refuse_twice(keywords)
-            arguments = step_arguments(self._checked(groups, row.rule), predict, first)
+        names, values = tuple(keywords), tuple(keywords.values())
+        arguments = row.arguments(names, values, predict, first)
         self._native.step(*arguments, first, options, stream)
 
-    method.__defaults__ = (None,)  # not above, where Sphinx looks for those of all arguments
-    parameters = list(inspect.signature(method).parameters.values())[:2]
-    for keyword, p in row.keywords.items():
-        if p.default is p.empty:  # groups may have it
-            p = p.replace(default=None, annotation=f"{p.annotation} | None")
-        per_group = keyword == "predict"
-        parameters.append(p.replace(annotation="Sequence[Horizons | None]") if per_group else p)
-    parameters.append(row.parameters["options"])
+    horizons = row.keywords["predict"].replace(annotation="Sequence[Horizon | None]")
+    shown = {**row.keywords, "predict": horizons, "options": row.parameters["options"]}
+    first, *_ = inspect.signature(method).parameters.values()  # self
     method.__name__, method.__qualname__ = name, f"Plan.{name}"
     method.__doc__ = f"""Make a step and write predictions; see `spectrain_ext.{name}`.
 
         Args:
-            groups: the hyperparameters of every parameter group, `{row.rule.__name__}`, either all
-                with momentum or none. None: the keywords hold for all groups.
             predict: the horizon, or law of `spectrain_ext.laws`, of every output, outs[j]. None
                 does not write outs[j].
             options: `grad_scale`, `found_inf`, `clip_factor`, `zero_grad`, `rounding_seed`.
         """
-    vars(method)["__signature__"] = inspect.Signature(parameters)
+    vars(method)["__signature__"] = inspect.Signature([first, *shown.values()])
     return method
 
 
@@ -84,10 +71,8 @@ class Plan:
     resized storage) raises RuntimeError and names the tensor. This is not checked for arrays of
     other frameworks and in replays of a captured CUDA graph.
 
-    Steps and predictions take SGD's hyperparameters as keywords, the same for all parameter groups,
-    or as `groups`, one `Sgd` or `Adam` of `spectrain_ext.operators.numbers` per group; and one
-    horizon for all groups, or a tuple with one per group. Adam's hyperparameters are keywords of
-    `adam_step_`, and `groups` in predictions.
+    Predictions take the hyperparameters of `sgd_step_` as keywords, or those of `adam_step_`, which
+    `step`, the number of the last update, tells apart.
 
     A call breaks a torch.compile graph; with `fullgraph=True` use the module-level operators.
     Threads that share a plan take turns; a call from within a call of the same thread raises
@@ -105,8 +90,6 @@ class Plan:
         stashed: where `stash` keeps a version of the weights; like the parameters.
         outs: a sequence of lists like the parameters, for predictions; bfloat16 or float16 is
             allowed for float32 weights.
-        groups: the parameter group of every tensor, from 0; one launch handles all groups. None:
-            one group.
 
     Raises:
         TypeError: an argument is not a dense tensor of a supported dtype.
@@ -130,7 +113,6 @@ class Plan:
         grads: Gradients = None,
         stashed: Tensors | None = None,
         outs: Sequence[Tensors] = (),
-        groups: Sequence[int] | None = None,
     ) -> None:
         lists = Lists(params, "params", writes=True)
         if momentum_buffers is not None and exp_avgs is not None:
@@ -150,53 +132,49 @@ class Plan:
         for j, out in enumerate(outs):
             lists.add(Role.OUT, f"outs[{j}]", out, writes=True)
         self._single, self._params = lists.single, lists.params
-        self._native = lists.plan(groups)
+        self._native = lists.plan()
         self._native.keep(True)
         given_grads = lists.tuple_of(grads) if grads is not None else (None,) * len(self._params)
         self._given = self._not_followed(given_grads)
-        self._n_groups: int = 1 if groups is None else self._native.n_groups
         self._n_outs: int = self._native.n_outs
 
     # Predictions.
 
     def predict_(
         self,
-        groups: Numbers | None = None,
         *,
-        steps: Horizons,
+        steps: Horizon,
         stream: Any = None,
         **numbers: Any,
     ) -> None:
         """Predict weights in place: W <- W - lr*steps*v (SpecTrain, arXiv 1809.02839).
 
-        `steps` may be a law of `spectrain_ext.laws`; 0 keeps the bits. Without `groups` pass `lr`
-        and, for geometric laws, `momentum` and the other hyperparameters of `sgd_step_`.
+        `steps` may be a law of `spectrain_ext.laws`; 0 keeps the bits. Pass `lr` and, for geometric
+        laws, `momentum` and the other hyperparameters of `sgd_step_`.
         """
-        self._native.predict(*self._prediction(groups, steps, numbers), None, stream)
+        self._native.predict(*self._prediction(steps, numbers), None, stream)
 
     def predict(
         self,
-        groups: Numbers | None = None,
         *,
-        steps: Horizons,
+        steps: Horizon,
         out: int = 0,
         stream: Any = None,
         **numbers: Any,
     ) -> None:
         """Write predicted weights: outs[out] <- W - lr*steps*v. See `predict_`."""
-        by = self._prediction(groups, steps, numbers)
+        by = self._prediction(steps, numbers)
         self._native.predict(*by, self._check_out(out), stream)
 
     def stash_predict_(
         self,
-        groups: Numbers | None = None,
         *,
-        steps: Horizons,
+        steps: Horizon,
         stream: Any = None,
         **numbers: Any,
     ) -> None:
         """Stash and predict in one pass: stashed <- W, then W <- W - lr*steps*v."""
-        self._native.stash_predict_(*self._prediction(groups, steps, numbers), stream)
+        self._native.stash_predict_(*self._prediction(steps, numbers), stream)
 
     def extrapolate(self, *, steps: float, out: int = 0, stream: Any = None) -> None:
         """Predict by weight difference: outs[out] <- W + steps*(W - stashed)."""
@@ -247,38 +225,10 @@ class Plan:
 
     # Arguments.
 
-    def _prediction(self, groups: Any, steps: Horizons, numbers: dict[str, Any]) -> Prediction:
-        if numbers and groups is None:
-            return sgd_prediction(self._n_groups, steps, **numbers)
-        _refuse_twice(numbers)
-        checked = self._checked(groups)
-        for own in checked:
-            if not own.has_momentum:
-                raise ValueError("momentum: a prediction needs momentum > 0")
-        return prediction(checked, as_laws(steps, self._n_groups))
-
-    def _checked(self, groups: Any, rule: type[Hyperparameters] | None = None) -> Any:
-        """Return `groups` if all of them have one type, `rule` if given."""
-        # The common case first: isinstance(..., Sequence) takes longer than everything else.
-        if type(groups) is not list and (
-            isinstance(groups, str) or not isinstance(groups, Sequence)
-        ):
-            raise TypeError(
-                f"groups: expected a sequence with the numbers of every group, got "
-                f"{type(groups).__name__}"
-            )
-        if len(groups) != self._n_groups:
-            raise ValueError(
-                f"groups: expected the numbers of {self._n_groups} groups, got {len(groups)}"
-            )
-        if rule is None:
-            rule = Adam if isinstance(groups[0], Adam) else Sgd
-        for i, given in enumerate(groups):
-            if not isinstance(given, rule):
-                raise TypeError(
-                    f"groups[{i}]: expected {rule.__name__}, got {type(given).__name__}"
-                )
-        return groups
+    def _prediction(self, steps: Horizon, numbers: dict[str, Any]) -> Prediction:
+        if "step" in numbers:
+            return prediction([Adam(**numbers)], [as_law(steps)])
+        return sgd_prediction(steps, **numbers)
 
     def _check_out(self, out: int) -> int:
         if isinstance(out, bool) or not isinstance(out, int):
@@ -323,8 +273,3 @@ for _name, _method in vars(Plan).items():
 
 def _grad(param: object) -> object:
     return getattr(param, "grad", None)
-
-
-def _refuse_twice(names: Iterable[str]) -> None:
-    for name in names:
-        raise TypeError(f"{name}: groups are given, which have their own")

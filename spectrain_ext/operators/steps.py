@@ -17,7 +17,7 @@ from operator import itemgetter
 from typing import Any, Unpack
 
 from .calls import Gradients, Lists, Role, Step, StepOptions, Tensors, Written, step_arguments
-from .laws import Horizon, Horizons
+from .laws import Horizon, Law, as_law
 from .library import Row, operator
 from .numbers import Adam, Sgd
 
@@ -49,38 +49,37 @@ class StepRow(Row):
         self,
         names: tuple[str, ...],
         numbers: tuple[Any, ...],
-        n_groups: int,
-        predict: Sequence[Horizons | None],
+        predict: Sequence[Horizon | None],
         first_step: bool | Sequence[bool],
     ) -> Step:
-        """Translate a step with the same hyperparameters for all groups."""
+        """Translate a step; hyperparameters without a name have their default values."""
         if (
             not self._counts
             and _PLAIN.issuperset(map(type, numbers))
             and (len(predict) == 0 or _HORIZONS.issuperset(map(type, predict)))
         ):
-            return _remembered_step(self, names, numbers, tuple(predict), n_groups)
-        return step_arguments([self.made(names, numbers)] * n_groups, predict, first_step)
+            return _remembered_step(self, names, numbers, tuple(predict))
+        return step_arguments([self.made(names, numbers)], _laws(predict), first_step)
 
     def made(self, names: tuple[str, ...], numbers: tuple[Any, ...]) -> Any:
         if names is self.numbers:
             return self.rule(*numbers)
         for name in self._required:
             if name not in names:
-                raise TypeError(f"{name}: {self.name} needs it, or groups, which have their own")
+                raise TypeError(f"{name}: {self.name} needs it")
         return self.rule(**dict(zip(names, numbers, strict=True)))
 
 
 @lru_cache(maxsize=256)
 def _remembered_step(
-    row: StepRow,
-    names: tuple[str, ...],
-    numbers: tuple[Any, ...],
-    predict: tuple[Any, ...],
-    n_groups: int,
+    row: StepRow, names: tuple[str, ...], numbers: tuple[Any, ...], predict: tuple[Any, ...]
 ) -> Step:
     """Cache plain numbers: most steps of a training loop have the same ones."""
-    return step_arguments([row.made(names, numbers)] * n_groups, predict)
+    return step_arguments([row.made(names, numbers)], _laws(predict))
+
+
+def _laws(predict: Sequence[Horizon | None]) -> list[list[Law] | None]:
+    return [h if h is None else [as_law(h, f"predict[{j}]")] for j, h in enumerate(predict)]
 
 
 def first_steps(first_step: bool | Sequence[bool], n: int) -> bool | list[bool]:
@@ -110,7 +109,7 @@ def _step(name: str, arguments: dict[str, Any]) -> None:
     horizons = _add_outs(lists, arguments["predict"])
     plan = lists.plan()
     first = first_steps(arguments.get("first_step", False), len(lists.params))
-    step = row.arguments(row.numbers, row.numbers_in(arguments), 1, horizons, first)
+    step = row.arguments(row.numbers, row.numbers_in(arguments), horizons, first)
     plan.step(*step, first, options, arguments["stream"])
     lists.bump(untouched=Role.MOMENTUM if step[0].endswith("_plain") else None)
 

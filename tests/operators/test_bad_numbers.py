@@ -128,7 +128,6 @@ def test_all_messages_use_the_same_words_and_name_a_law(steps: Any, came: str) -
     numbers: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
     for one in (1, 1.0):  # equal to True, and remembered
         plan.sgd_step_(**numbers, predict=[one])
-    group = [laws.Sgd(**numbers)]
     optimizer = st.optim.SGD([torch.ones(2, requires_grad=True)], **numbers)
     calls: list[tuple[str, Callable[[], object]]] = [
         ("steps", lambda: st.predict_(w, v, lr=0.1, steps=steps)),
@@ -139,7 +138,7 @@ def test_all_messages_use_the_same_words_and_name_a_law(steps: Any, came: str) -
         ("predict[0]", lambda: st.sgd_step_(w, g, v, **numbers, predict=[(steps, out)])),
     ]
     if steps is not None:  # a plan then skips the out
-        calls.append(("predict[0]", lambda: plan.sgd_step_(group, predict=[steps])))
+        calls.append(("predict[0]", lambda: plan.sgd_step_(**numbers, predict=[steps])))
     for name, call in calls:
         with pytest.raises(TypeError, match=rf"^{re.escape(name)}: expected a number of ") as e:
             call()
