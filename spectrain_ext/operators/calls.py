@@ -112,7 +112,7 @@ class Lists:
 
     def plan(self, groups: Sequence[int] = ()) -> _C.Plan:
         """Validate all arguments and build a native plan; `groups`: of every tensor, if several."""
-        if max(groups, default=0) >= _C.MAX_GROUPS:
+        if groups and max(groups) >= _C.MAX_GROUPS:
             raise ValueError(f"groups: expected at most {_C.MAX_GROUPS}, got {max(groups) + 1}")
         return _C.Plan(self._lists, groups, self.single)
 

@@ -40,6 +40,7 @@ class StepRow(Row):
     def __init__(self, rule: Any, function: Callable[..., None]) -> None:
         super().__init__(function)
         self.rule = rule
+        self.columns = [(name, ROLES[name]) for name in self.lists[1:]]
         self.numbers = tuple(name for name in rule.__match_args__ if name in self.keywords)
         self.numbers_in = itemgetter(*self.numbers)
         self._required = [n for n in self.numbers if self.keywords[n].default is Parameter.empty]
@@ -97,15 +98,15 @@ def first_steps(first_step: bool | Sequence[bool], n: int) -> bool | list[bool]:
     return flags if any(flags) and not all(flags) else any(flags)
 
 
-def _step(name: str, arguments: dict[str, Any]) -> None:
+def _step(row_name: str, arguments: dict[str, Any]) -> None:
     """Make the step of a row with all its arguments."""
-    row, options = ROWS[name], arguments["options"]
+    row, options = ROWS[row_name], arguments["options"]
     lists = Lists(arguments["params"], "params", writes=True)
-    for column in row.lists[1:]:
-        arrays = arguments[column]
-        if arrays is not None or column not in row.optional:
-            writes = column != "grads" or bool(options.get("zero_grad"))
-            lists.add(ROLES[column], column, arrays, writes=writes)
+    for name, role in row.columns:
+        arrays = arguments[name]
+        if arrays is not None or name not in row.optional:
+            writes = role is not Role.GRADS or bool(options.get("zero_grad"))
+            lists.add(role, name, arrays, writes=writes)
     horizons = _add_outs(lists, arguments["predict"])
     plan = lists.plan()
     first = first_steps(arguments.get("first_step", False), len(lists.params))
