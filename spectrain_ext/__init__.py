@@ -37,7 +37,6 @@ from spectrain_ext.method import (
     pipemare,
     second_order,
     spectrain,
-    xgrad,
 )
 from spectrain_ext.operators import laws
 from spectrain_ext.pipeline import Microbatches, Observer, Pipeline
@@ -113,7 +112,6 @@ __all__ = [
     "stash",
     "stash_predict_",
     "swap_",
-    "xgrad",
 ]
 
 
