@@ -36,7 +36,7 @@ class Contender(NamedTuple):
             method = _in_the_end(method, rates=RatesByDelay(self.careful * updates))
         if self.change and method.then is not None:
             moment = round(self.change * updates)
-            method = replace(method, then=replace(method.then, after=moment, gap=None))
+            method = replace(method, then=replace(method.then, after=moment))
         return method
 
 

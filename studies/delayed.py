@@ -232,9 +232,6 @@ class Delayed:
         codec: Codec | None = None,
     ) -> None:
         self.method = find_method(method)
-        for phase in phases_of(self.method):
-            if phase.then is not None and phase.then.gap is not None:
-                raise ValueError(f"method: {phase.name!r} ends at a gap, which only runs measure")
         self.stages = [DelayedStage(module) for module in stages]
         self._model = nn.Sequential(*stages)
         self._loss_fn, self._microbatches, self._codec = loss_fn, microbatches, codec
@@ -283,7 +280,7 @@ class Delayed:
 
     def compute(self, value: Tensor, target: Tensor) -> Tensor:
         """Do the same without the updates, which must follow."""
-        while (then := self._phase.then) and self.minibatches >= (then.after or 0):
+        while (then := self._phase.then) and self.minibatches >= then.after:
             self._enter()
         parts = value.tensor_split(min(self._microbatches, len(value)))
         sizes = [len(part) for part in parts]

@@ -75,8 +75,7 @@ def hybrid(
     first: str | Method = "pipedream",
     then: str | Method = "sync",
     *,
-    after: int | None = 1000,
-    gap: float | None = None,
+    after: int = 1000,
 ) -> Method:
     """Return a method that changes to another in the course of training.
 
@@ -86,10 +85,7 @@ def hybrid(
     Args:
         first: a name, or a method that does not change.
         then: a name or a method, which may be a hybrid.
-        after: minibatches of all training before the change; None: only ``gap`` decides.
-        gap: also change once stage 0's weights move by more than this share of their norm between a
-            minibatch's forward and its update. Measuring it costs stage 0 a copy of its weights
-            and, for one minibatch at a time, two passes over them; on CUDA the host waits.
+        after: minibatches of all training before the change.
 
     Raises:
         ValueError: an unknown method, a first one that already changes, or an impossible moment.
@@ -105,12 +101,11 @@ def hybrid(
     begin, end = find_method(first), find_method(then)
     if begin.then is not None:
         raise ValueError(f"first: {begin.name!r} already changes, to {begin.then.method.name!r}")
-    moments = [str(moment) for moment in (after, gap) if moment is not None]
     both = replace(
         begin,
-        name=f"{begin.name}+{end.name}@{'-'.join(moments)}",
+        name=f"{begin.name}+{end.name}@{after}",
         summary=f"{begin.name}, then {end.name}",
-        then=Phase(end, after, gap),
+        then=Phase(end, after),
     )
     phases_of(both)  # raises
     return both

@@ -30,10 +30,7 @@ class Phase:
 
     Attributes:
         method: the next method; it may change in turn.
-        after: minibatches of all training before the change; None: only ``gap`` decides.
-        gap: change after the first minibatch in which stage 0's weights move further than this
-            between the forward and the update: the norm of the difference divided by that of the
-            weights that are updated. None: not measured.
+        after: minibatches of all training before the change.
 
     Example:
         >>> then = st.Phase(st.spectrain(), after=100)
@@ -43,8 +40,7 @@ class Phase:
     """
 
     method: Method
-    after: int | None = None
-    gap: float | None = None
+    after: int
 
 
 @dataclass(frozen=True)
@@ -144,15 +140,10 @@ def phases_of(method: Method) -> tuple[Method, ...]:
         where = named(phases[-1], "then")
         if not isinstance(then, Phase) or not isinstance(then.method, Method):
             raise TypeError(f"{where}: expected a Phase with a Method, got {then!r}")
-        if then.after is None and then.gap is None:
-            raise ValueError(f"{where}: expected after or gap, got neither")
-        if then.after is not None:
-            if isinstance(then.after, bool) or not isinstance(then.after, int):
-                raise TypeError(f"{where}: after: expected an int, got {then.after!r}")
-            if then.after < 0:
-                raise ValueError(f"{where}: after: expected at least 0, got {then.after}")
-        if then.gap is not None and not then.gap > 0:
-            raise ValueError(f"{where}: gap: expected a number > 0, got {then.gap!r}")
+        if isinstance(then.after, bool) or not isinstance(then.after, int):
+            raise TypeError(f"{where}: after: expected an int, got {then.after!r}")
+        if then.after < 0:
+            raise ValueError(f"{where}: after: expected at least 0, got {then.after}")
         phases.append(then.method)
     return tuple(phases)
 
@@ -185,16 +176,10 @@ def factor_of(phases: Sequence[tuple[Method, Place]]) -> Callable[[int], float] 
     """Return the factor on learning rates as a function of the update; None: always 1."""
     if not any(starmap(_changes_rates, phases)):
         return None
-    first = phases[0][0]
-    if any(method.then and method.then.gap is not None for method, _ in phases):
-        raise ValueError(
-            f"{named(first, 'then')}: gap: rates are counted from changes that are known "
-            "before; expected after alone where a phase has rates"
-        )
 
     def factor(update: int) -> float:
         begun = n = 0
-        while (then := phases[n][0].then) and then.after is not None and update >= then.after:
+        while (then := phases[n][0].then) and update >= then.after:
             begun, n = max(begun, then.after), n + 1
         return rate_at(*phases[n], update - begun)
 

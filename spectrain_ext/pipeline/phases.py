@@ -69,12 +69,6 @@ def set_up(
         found = make_optimizer(optimizer, module, k, copies_in(copies, k).keys())
         if found is not None:
             made[k] = found, make_scheduler(scheduler, found, k)
-    unmeasured = any(p.method.then is not None and p.method.then.after is None for p in phases)
-    if unmeasured and 0 in modules and 0 not in made:
-        raise ValueError(
-            f"method: {method.name!r} changes at a gap of stages[0], which has no trainable "
-            "parameters; expected after as well"
-        )
     weights: list[StageWeights | None] = []
     for k, module in modules.items():
         if k not in made:

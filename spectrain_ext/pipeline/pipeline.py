@@ -363,21 +363,20 @@ class Pipeline(Loops):
         self, batches: Iterator[object], observers: Sequence[Observer], keep: Keep | None
     ) -> Iterator[Result]:
         """Train until a phase of the method begins, enter it, and go on."""
-        from .segments import Segment, Until, segments
+        from .segments import Segment, segments
 
-        before, until = self.minibatches, Until(None)
+        before = self.minibatches
 
-        def run(segment: Iterable[object]) -> Iterator[Result]:
-            nonlocal until
-            until = Until(self._entered.method.then)
-            return self._counted(segment, (*observers, until), keep)
+        def ends(taken: int) -> bool:
+            then = self._entered.method.then
+            return then is not None and self.minibatches + taken >= then.after
 
         def follow(segment: Segment, left: bool) -> int | None:
             if self._entered.method.then is None:
                 return None
 
             def decide() -> tuple[bool, bool]:
-                return until.begins(self.minibatches), segment.cut and not left
+                return ends(0), segment.cut and not left
 
             # The first process decides where a phase ends, since it is the one that ends a run.
             over, more = self._gather_from_ranks(decide, "ending a phase")[0]
@@ -389,14 +388,12 @@ class Pipeline(Loops):
                 observer.changed(self._entered.rules, self.minibatches - before)
             return self.minibatches - before
 
-        return segments(batches, lambda taken: until.begins(self.minibatches + taken), run, follow)
+        return segments(batches, ends, lambda one: self._counted(one, observers, keep), follow)
 
     def _enter(self) -> None:
         with deferred():
             self._refuse_changed_flags()
-            while (then := self._phases[self.phase].method.then) is not None and (
-                then.after is not None and self.minibatches >= then.after
-            ):
+            while (then := self._phases[self.phase].method.then) and self.minibatches >= then.after:
                 self.phase += 1
             now = self._phases[self.phase]
             changes = now is not self._entered

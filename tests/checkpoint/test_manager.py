@@ -51,7 +51,7 @@ def test_saves_when_it_is_time_and_keeps_the_last(tmp_path, asynchronous):
     [
         (4, "spectrain+sync@8", False),
         (5, "spectrain+sync@4", True),
-        (7, hybrid("pipedream", after=None, gap=0.02), False),
+        (7, hybrid("pipedream", after=9), False),
         (9, "sync+pipedream@5", True),
     ],
     ids=["due", "between", "epoch", "next"],

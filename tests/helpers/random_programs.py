@@ -179,8 +179,7 @@ class Program:
         if self.against == "torch":
             self.method = self.pick(*FLUSHING)
         else:
-            named = [*DEFINITIONS, "spectrain difference"]
-            self.method = self.pick(*named, *["pipedream until a gap"] * self.exactly)
+            self.method = self.pick(*DEFINITIONS, "spectrain difference")
             if self.chance(0.12):
                 first, then = self.pick(*HYBRIDS)
                 self.method = f"{first}+{then}@{self.draw.randrange(10)}"

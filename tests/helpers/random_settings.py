@@ -38,8 +38,6 @@ OWN_WINDOWS = {*FLUSHING, "xgrad", "wpipe", "interleaved-async"}
 def method_of(name):
     if name == "spectrain difference":
         return st.spectrain(law="difference")
-    if name == "pipedream until a gap":
-        return st.hybrid("pipedream", "sync", after=9, gap=0.02)
     return name
 
 

@@ -284,7 +284,6 @@ HYBRIDS = (
     "pipedream+sync@7",
     "1f1b+vanilla@8",  # at the end of a run
     st.hybrid("auto", "1f1b", after=3),
-    st.hybrid("pipedream", after=None, gap=0.02),
 )
 PREDICTING = tuple({*st.methods()} - {*FLUSHING, *OWN_ORDER, *STALE, "xgrad"})  # xgrad: one stage
 FAMILIES: dict[str, tuple[str | st.Method, ...]] = {

@@ -50,8 +50,8 @@ def test_hybrids():
     assert (made.name, made.summary) == ("pipedream+sync@8", "pipedream, then sync")
     assert find_method("pipedream+sync@8") == made
     assert [phase.schedule for phase in phases_of(made)] == ["1f1b-async", "gpipe"]
-    three = hybrid("sync", made, after=2, gap=0.5)
-    assert three.name == "sync+pipedream+sync@8@2-0.5"
+    three = hybrid("sync", made, after=2)
+    assert three.name == "sync+pipedream+sync@8@2"
     assert [phase.backward for phase in phases_of(three)] == ["current", "stash", "current"]
     assert microbatches_of(hybrid("pipedream", "1f1b"), 4) == 4
     assert hybrid().then == Phase(find_method("sync"), 1000)
@@ -70,11 +70,10 @@ NO_PHASE = dataclasses.replace(find_method("sync"), then=find_method("sync"))
 @pytest.mark.parametrize(
     ("make", "error", "expected"),
     [
-        (lambda: hybrid(after=None), ValueError, "expected after or gap, got neither"),
+        (lambda: hybrid(after=None), TypeError, "after: expected an int, got None"),
         (lambda: hybrid(after=-1), ValueError, "after: expected at least 0, got -1"),
         (lambda: hybrid(after=2.5), TypeError, "after: expected an int, got 2.5"),
         (lambda: hybrid(after=True), TypeError, "after: expected an int, got True"),
-        (lambda: hybrid(gap=0.0), ValueError, "gap: expected a number > 0, got 0.0"),
         (lambda: hybrid("nope"), ValueError, "there is no 'nope'"),
         (lambda: hybrid(hybrid()), ValueError, "'pipedream.sync@1000' already changes, to 'sync'"),
         (lambda: find_method("pipedream+nope@3"), ValueError, "there is no 'nope'"),

@@ -12,7 +12,6 @@ import pytest
 from helpers.pipeline_cases import Compared, batches, close, mse, sgd, tanh_stages, torch_sgd
 from oracle.definition import Oracle
 from oracle.methods import hybrid as defined
-from torch import nn
 
 import spectrain_ext as st
 from spectrain_ext.weights import StageWeights
@@ -36,46 +35,6 @@ def test_three_phases():
     assert compared.pipe.phase == 2
 
 
-def gaps(stages, data):
-    """Return for every minibatch how far stage 0 moves from forward to update under pipedream."""
-    oracle = Oracle(stages, torch_sgd(), mse, "pipedream")
-    oracle.run(data)
-    found = []
-    for i in range(len(data)):
-        now, then = ([row.weight for row in oracle.versions[0][v]] for v in (i, max(0, i - 3)))
-        norm = sum(float((a - b).square().sum()) for a, b in zip(now, then, strict=True))
-        found.append((norm / sum(float(a.square().sum()) for a in now)) ** 0.5)
-    return found
-
-
-def test_a_gap():
-    """One minibatch at a time is measured: 1, 5, 9, and so on, because 3 more are in flight."""
-    stages, data = tanh_stages(4), batches(18)
-    found = gaps(stages, data)
-    looked = range(1, 12, 4)
-    switched = set()
-    for gap in (share * found[i] for i in looked for share in (0.999, 1.001)):
-        pipe = make(stages, st.hybrid("pipedream", after=None, gap=gap))
-        results = list(pipe.run(data))
-        assert [result.index for result in results] == list(range(18))
-        first = next((i for i in looked if found[i] > gap), None)
-        if first is None:
-            continue
-        # before the request for the fourth after it
-        oracle = Oracle(stages, torch_sgd(), mse, defined("pipedream", "sync", first + 4))
-        assert pipe.phase == 1
-        switched.add(first)
-        close([result.loss for result in results], oracle.run(data))
-    assert len(switched) > 1
-    # One in the drain ends the phase as well, and what is never late has none.
-    pipe = make(stages, st.hybrid("pipedream", after=None, gap=0.99 * found[5]))
-    list(pipe.run(data[:6]))
-    assert found[5] > found[1] and pipe.phase == 1
-    pipe = make(tanh_stages(3), st.hybrid("sync", "vanilla", after=None, gap=1e-300))
-    list(pipe.run(batches(6)))
-    assert pipe.phase == 0
-
-
 def test_memory_is_that_of_the_larger_phase():
     stages = tanh_stages(4)
     pipe = make(stages, "pipedream+sync@8")
@@ -97,17 +56,8 @@ def test_arguments_of_both_phases():
     assert [place.window for place in pipe.places] == [5, 3, 1]
     pipe = make(stages, "pipedream+1f1b@3", microbatches="auto")
     assert {place.microbatches for place in pipe.places} == {3}
-    inner = st.hybrid("pipedream", st.hybrid("1f1b", "pipemare", after=4), after=None, gap=0.1)
-    idle, late = [nn.Tanh(), nn.Linear(5, 5)], st.hybrid("vanilla", after=None, gap=0.1)
-    for made, method, more, match in (
-        (stages, "gpipe+sync@4", {"window": "wide"}, "there is no window to choose"),
-        (stages, inner, {}, "rates are counted from changes that are known before"),
-        (idle, late, {}, r"a gap of stages\[0\], which has no"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            make(made, method, **more)
-    # With as many microbatches as stages the rates of auto are the optimizer's own.
-    make(stages, st.hybrid("auto", after=None, gap=0.1), microbatches=3)
+    with pytest.raises(ValueError, match="there is no window to choose"):
+        make(stages, "gpipe+sync@4", window="wide")
 
 
 def test_failures_count_what_was_begun_and_evaluations_nothing():

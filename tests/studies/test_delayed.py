@@ -102,11 +102,6 @@ def test_what_crosses_is_packed_as_a_pipelines(method: str) -> None:
     same(dense, sgd, method, data, mse, microbatches=1, codec=st.codecs.Int4(seed=3))
 
 
-def test_a_gap_is_refused():
-    with pytest.raises(ValueError, match="gap, which only runs measure"):
-        Delayed(decoder(), sgd, mean_loss, st.hybrid(after=3, gap=0.1))
-
-
 # The same delay on all stages
 
 

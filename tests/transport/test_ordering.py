@@ -93,7 +93,7 @@ def test_a_large_host_tensor_is_staged(monkeypatch):
 def test_running_statistics_and_weights_are_read_after_who_writes_them(tmp_path):
     """Recomputation puts statistics back after its backward; observers read weights."""
     stages = [nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)) for _ in range(3)]
-    method = st.hybrid("vanilla", "sync", gap=1e9)
+    method = st.hybrid("vanilla", "sync")
     pipe = st.Pipeline(stages, sgd(), mse, method, microbatches=1, recompute=True)
     for _ in pipe.run(batches(9)):
         pipe.state_dict()
