@@ -37,6 +37,15 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     A step is one kernel launch per device for all parameter groups, or two if some groups have
     momentum and others do not. Threads that share an optimizer take turns. Torch does not allow one
     thread to set a ``grad`` while another reads it; the caller must prevent that.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(1))
+        >>> optimizer = st.optim.SGD([weight], lr=0.25, momentum=0.5)
+        >>> weight.grad = torch.ones(1)
+        >>> optimizer.step()
+        >>> with optimizer.predicted(steps=2):
+        ...     print(weight.item())
+        0.25
     """
 
     _rule: Rule  # steps use the rule of `_parameters`, which may include a correction's state
@@ -390,16 +399,6 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         If every parameter has a gradient, this needs no further pass over memory. ``steps`` may be
         a law that needs the gradient (``SecondOrder``); a parameter without a gradient is then
         predicted from its unchanged momentum. The request holds for one step; ``None`` cancels it.
-
-        Example:
-            >>> weight, ahead = nn.Parameter(torch.ones(1)), torch.empty(1)
-            >>> optimizer = st.optim.SGD([weight], lr=0.25, momentum=0.5)
-            >>> optimizer.bind(None, {"momentum_buffer": {weight: torch.zeros(1)}})
-            >>> optimizer.write_with_next_step({weight: ahead}, 2)
-            >>> weight.grad = torch.ones(1)
-            >>> optimizer.step()
-            >>> weight.item(), ahead.item()
-            (0.75, 0.25)
         """
         with self._turn:
             if outs is None:
