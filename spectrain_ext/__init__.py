@@ -138,3 +138,7 @@ def __getattr__(name: str) -> _Any:
     module = _import_module(f"{__name__}.{_LATER[name]}")
     value = globals()[name] = module if _LATER[name] == name else getattr(module, name)
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -50,3 +50,7 @@ def __getattr__(name: str) -> Any:
         operators = vars(import_module(f".{file}", __name__))
         globals().update((each, operators[each]) for each in __all__ if each in operators)
     return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
