@@ -186,7 +186,7 @@ def _rates(groups: Numbers) -> Rates:
 def step_arguments(
     groups: Numbers,
     predict: Sequence[Sequence[Law] | None],  # for every output, by group; None: is not written
-    first_step: bool | Sequence[bool] = False,
+    first_step: bool = False,
 ) -> Step:
     """Translate a step with predictions; ValueError for inconsistent hyperparameters."""
     operation = groups[0].operation
@@ -198,14 +198,7 @@ def step_arguments(
         if laws is not None:
             if not groups[0].has_momentum:
                 raise ValueError("predict: a prediction needs momentum > 0")
-            if first_step is not False:
-                later = list(laws)
+            if first_step:
                 laws = list(map(after_first_step, laws, cast("Sequence[Sgd]", groups)))
-                if first_step is not True and laws != later:
-                    raise ValueError(
-                        "first_step: expected the same for all tensors, since predict= has a "
-                        "second-order prediction and the first step is without dampening and "
-                        "averaging; step the others in a call of their own"
-                    )
             predictions.append((j, list(map(terms_of, laws, groups))))
     return operation, [each.setting() for each in groups], predictions, _rates(groups)

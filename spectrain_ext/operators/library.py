@@ -16,7 +16,6 @@ operators' signatures. They take lists of tensors and plain numbers:
   It becomes a separate operation in a graph.
 - The `others` of `distance` are `count` concatenated lists. Its result has a row per list and a
   column per tensor, plus one for the whole list.
-- `first_step` has one entry per tensor; by default none is the first step.
 """
 
 from __future__ import annotations
@@ -126,10 +125,6 @@ def _decoded_predictions(given: dict[str, Any], n: int) -> list[tuple[Horizon, S
     return predict
 
 
-def _flags(first_step: bool | Sequence[bool], n: int) -> dict[str, Any]:
-    return {"first_step": [first_step] * n if isinstance(first_step, bool) else list(first_step)}
-
-
 def _concatenated(others: Sequence[Any], _: int) -> dict[str, Any]:
     return {"others": [t for other in others for t in _list(other)], "count": len(others)}
 
@@ -158,9 +153,6 @@ _FORMS = {
         "float beta1=0.9, float beta2=0.999",
         lambda betas, _: {"beta1": betas[0], "beta2": betas[1]},
         lambda given, _: (given.pop("beta1", 0.9), given.pop("beta2", 0.999)),
-    ),
-    "bool | Sequence[bool]": _Form(
-        "bool[]? first_step=None", _flags, lambda given, _: given.get("first_step") or False
     ),
     "Sequence[Tensors]": _Form("SymInt count", _concatenated, _taken_apart),
 }

@@ -19,7 +19,7 @@ from .calls import (
 from .functions import sgd_prediction
 from .laws import Horizon, as_law
 from .numbers import Adam, horizon
-from .steps import ROLES, ROWS, first_steps
+from .steps import ROLES, ROWS
 
 
 def _step(name: str) -> Callable[..., None]:
@@ -31,9 +31,7 @@ def _step(name: str) -> Callable[..., None]:
         predict, stream = keywords.pop("predict", ()), keywords.pop("stream", None)
         if len(predict) > self._n_outs:
             raise self._too_many(predict)
-        first: bool | list[bool] = False
-        if "first_step" in keywords and "first_step" in row.keywords:
-            first = first_steps(keywords.pop("first_step"), len(self._params))
+        first = keywords.pop("first_step", False) if "first_step" in row.keywords else False
         options: Any = {}
         if not numbers.issuperset(keywords):
             options = {each: keywords.pop(each) for each in [*keywords] if each not in numbers}

@@ -10,7 +10,7 @@ hyperparameters, `predict`, `stream`, `first_step` if the rule has one, and `**o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from inspect import Parameter
 from operator import itemgetter
@@ -51,9 +51,11 @@ class StepRow(Row):
         names: tuple[str, ...],
         numbers: tuple[Any, ...],
         predict: Sequence[Horizon | None],
-        first_step: bool | Sequence[bool],
+        first_step: bool,
     ) -> Step:
         """Translate a step; hyperparameters without a name have their default values."""
+        if not isinstance(first_step, bool):
+            raise TypeError(f"first_step: expected a bool, got {first_step!r}")
         if (
             not self._counts
             and _PLAIN.issuperset(map(type, numbers))
@@ -83,21 +85,6 @@ def _laws(predict: Sequence[Horizon | None]) -> list[list[Law] | None]:
     return [h if h is None else [as_law(h, f"predict[{j}]")] for j, h in enumerate(predict)]
 
 
-def first_steps(first_step: bool | Sequence[bool], n: int) -> bool | list[bool]:
-    """Check the flags of n tensors and return one for all, or each where they differ."""
-    if isinstance(first_step, bool):
-        return first_step
-    given = list(first_step) if isinstance(first_step, Iterable) else [""]
-    if not all(hasattr(type(flag), "__bool__") for flag in given):  # strings have none
-        raise TypeError(f"first_step: expected a bool or a sequence of bools, got {first_step!r}")
-    flags = [bool(flag) for flag in given]
-    if len(flags) != n:
-        raise ValueError(
-            f"first_step: expected a bool or one for each of the {n} tensors, got {len(flags)}"
-        )
-    return flags if any(flags) and not all(flags) else any(flags)
-
-
 def _step(row_name: str, arguments: dict[str, Any]) -> None:
     """Make the step of a row with all its arguments."""
     row, options = ROWS[row_name], arguments["options"]
@@ -109,7 +96,7 @@ def _step(row_name: str, arguments: dict[str, Any]) -> None:
             lists.add(role, name, arrays, writes=writes)
     horizons = _add_outs(lists, arguments["predict"])
     plan = lists.plan()
-    first = first_steps(arguments.get("first_step", False), len(lists.params))
+    first = arguments.get("first_step", False)
     step = row.arguments(row.numbers, row.numbers_in(arguments), horizons, first)
     plan.step(*step, first, options, arguments["stream"])
     lists.bump(untouched=Role.MOMENTUM if step[0].endswith("_plain") else None)
@@ -141,7 +128,7 @@ def sgd_step_(
     maximize: bool = False,
     decoupled_weight_decay: bool = False,
     smoothed: bool = False,
-    first_step: bool | Sequence[bool] = False,
+    first_step: bool = False,
     predict: Sequence[tuple[Horizon, Tensors]] = (),
     stream: Any = None,
     **options: Unpack[StepOptions],
@@ -171,9 +158,8 @@ def sgd_step_(
         weight_decay: L2 penalty, >= 0.
         nesterov: Nesterov momentum; needs momentum > 0 and dampening == 0.
         maximize: maximize the objective instead of minimizing it.
-        first_step: a bool, or one per tensor: the buffer becomes the gradient, as in torch when
-            there is no buffer yet. The old content of the buffer is not used. With dampening or
-            `smoothed`, a second-order prediction needs the same for all tensors.
+        first_step: the buffer becomes the gradient, as in torch when there is no buffer yet. The
+            old content of the buffer is not used.
         predict: pairs of a horizon in updates (>= 0) or a law, and outputs like the parameters.
         grad_scale, found_inf, clip_factor: one float32 element each, on the parameters' device;
             the host does not wait for them. g is multiplied by clip_factor / grad_scale. If

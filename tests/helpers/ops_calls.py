@@ -24,7 +24,6 @@ import spectrain_ext as st
 from spectrain_ext import laws
 from spectrain_ext.operators import calls
 from spectrain_ext.operators.numbers import Rate
-from spectrain_ext.operators.steps import first_steps
 
 
 def in_memory(value: float, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Any:
@@ -53,9 +52,9 @@ class GroupPlan(st.Plan):
     def step(
         self, numbers: Any, *, predict: Any = (), first_step: Any = False, **options: Any
     ) -> None:
-        first = first_steps(first_step, len(self._params))
-        step = calls.step_arguments(numbers, [self._laws(each) for each in predict], first)
-        self._native.step(*step, first, options, None)
+        laws_of = [self._laws(each) for each in predict]
+        step = calls.step_arguments(numbers, laws_of, first_step is True)
+        self._native.step(*step, first_step, options, None)
 
 
 class _Call:

@@ -143,23 +143,6 @@ def test_second_order(numbers: laws.Sgd, delay: float, share: float, first: bool
     close(out, expected, w, *(t * numbers.lr * (change / numbers.momentum) for t in (v, g, w)))
 
 
-def test_second_order_after_first_steps_of_some_tensors() -> None:
-    """Fine where the gradient enters as on the first step, and refused elsewhere."""
-    numbers: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "first_step": [False, True]}
-    law = laws.SecondOrder(3, 1)
-    w, v, g, out = lists = [list(torch.randn(2, 5).double()) for _ in range(4)]
-    plan = st.Plan(w, momentum_buffers=v, grads=g, outs=[out])
-    v_prev = v[0].clone(), torch.zeros(5).double()
-    plan.sgd_step_(predict=[law], **numbers)
-    for i, before in enumerate(v_prev):
-        close(out[i], w[i] - 0.1 * (4 * v[i] + 6 * (v[i] - before)), w[i], 10 * v[i], 10 * g[i])
-    for call in (
-        lambda: plan.sgd_step_(predict=[law], dampening=0.5, **numbers),
-        lambda: st.sgd_step_(w, g, v, predict=[(law, out)], smoothed=True, **numbers),
-    ):
-        raises(ValueError, "first_step: expected the same for all tensors", call, lists)
-
-
 # Adam, AdamW and NAdam.
 
 

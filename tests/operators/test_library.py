@@ -55,7 +55,7 @@ _NONE = Op("distance", lambda params: st.distance(params, []), "params")
 _GEOMETRIC = {"steps": laws.Geometric(3.0), "momentum": 0.9, "nesterov": True}
 _DECOUPLED = {"weight_decay": 0.1, "decoupled_weight_decay": True}
 _SGD = {
-    **{"weight_decay": 0.01, "first_step": [False, True], "steps": laws.Geometric(3.0)},
+    **{"weight_decay": 0.01, "first_step": True, "steps": laws.Geometric(3.0)},
     **{"zero_grad": True, "rounding_seed": 2**62, "dampening": 0.5},
 }
 _SMOOTHED = {"smoothed": True, "nesterov": True, **_DECOUPLED, "first_step": True}

@@ -44,7 +44,7 @@ _ARGUMENTS: list[Row] = [
     (lambda p: p.sgd_step_(predict=[math.nan], **_NUMBERS), ValueError, "predict"),
     (lambda p: p.sgd_step_(predict=[1.0, 1.0], **_NUMBERS), ValueError, "predict: .*1 outs, got 2"),
     (lambda p: p.adam_step_(**_ADAM, predict=[1.0, None]), ValueError, "predict: .*1 outs"),
-    (lambda p: p.sgd_step_(first_step=[True], **_NUMBERS), ValueError, "first_step: .* 2 tensors"),
+    (lambda p: p.sgd_step_(first_step=[True], **_NUMBERS), TypeError, "^first_step: .* a bool"),
     # Momentum.
     (lambda p: p.sgd_step_(lr=0.1, momentum=0.0, predict=[1.0]), ValueError, "momentum > 0"),
     # Outputs.
