@@ -7,15 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType
 from typing import Any, NoReturn, cast
 
-from .calls import (
-    Gradients,
-    Lists,
-    Prediction,
-    Role,
-    Tensors,
-    is_array,
-    prediction,
-)
+from .calls import Gradients, Lists, Prediction, Role, Tensors, is_array, prediction
 from .functions import sgd_prediction
 from .laws import Horizon, as_law
 from .numbers import Adam, horizon
@@ -41,7 +33,7 @@ def _step(name: str) -> Callable[..., None]:
 
     horizons = row.keywords["predict"].replace(annotation="Sequence[Horizon | None]")
     shown = {**row.keywords, "predict": horizons, "options": row.parameters["options"]}
-    first, *_ = inspect.signature(method).parameters.values()  # self
+    plan, *_ = inspect.signature(method).parameters.values()
     method.__name__, method.__qualname__ = name, f"Plan.{name}"
     method.__doc__ = f"""Make a step and write predictions; see `spectrain_ext.{name}`.
 
@@ -50,7 +42,7 @@ def _step(name: str) -> Callable[..., None]:
                 does not write outs[j].
             options: `grad_scale`, `found_inf`, `clip_factor`, `zero_grad`, `rounding_seed`.
         """
-    vars(method)["__signature__"] = inspect.Signature([first, *shown.values()])
+    vars(method)["__signature__"] = inspect.Signature([plan, *shown.values()])
     return method
 
 
@@ -138,13 +130,7 @@ class Plan:
 
     # Predictions.
 
-    def predict_(
-        self,
-        *,
-        steps: Horizon,
-        stream: Any = None,
-        **numbers: Any,
-    ) -> None:
+    def predict_(self, *, steps: Horizon, stream: Any = None, **numbers: Any) -> None:
         """Predict weights in place: W <- W - lr*steps*v (SpecTrain, arXiv 1809.02839).
 
         `steps` may be a law of `spectrain_ext.laws`; 0 keeps the bits. Pass `lr` and, for geometric
@@ -152,25 +138,12 @@ class Plan:
         """
         self._native.predict(*self._prediction(steps, numbers), None, stream)
 
-    def predict(
-        self,
-        *,
-        steps: Horizon,
-        out: int = 0,
-        stream: Any = None,
-        **numbers: Any,
-    ) -> None:
+    def predict(self, *, steps: Horizon, out: int = 0, stream: Any = None, **numbers: Any) -> None:
         """Write predicted weights: outs[out] <- W - lr*steps*v. See `predict_`."""
         by = self._prediction(steps, numbers)
         self._native.predict(*by, self._check_out(out), stream)
 
-    def stash_predict_(
-        self,
-        *,
-        steps: Horizon,
-        stream: Any = None,
-        **numbers: Any,
-    ) -> None:
+    def stash_predict_(self, *, steps: Horizon, stream: Any = None, **numbers: Any) -> None:
         """Stash and predict in one pass: stashed <- W, then W <- W - lr*steps*v."""
         self._native.stash_predict_(*self._prediction(steps, numbers), stream)
 

@@ -1,8 +1,8 @@
 """Steps of update rules: each function here is a rule's row.
 
-A row declares arguments and passes them all on. The method of that name of a `Plan`, and torch's
-operator, follow from its signature. A new rule's hyperparameters, a subclass of `Hyperparameters`,
-may stand above its row; csrc/kernels/operations.h has the row of its kernel.
+A row declares arguments and passes all of them on, as its `locals()`. The method of that name of a
+`Plan`, and torch's operator, follow from its signature. A new rule's hyperparameters, a subclass of
+`Hyperparameters`, may stand above its row; csrc/kernels/operations.h has the row of its kernel.
 
 Arguments have these names: `params`, `grads` and the rule's state (`ROLES`), the fields of its
 hyperparameters, `predict`, `stream`, `first_step` if the rule has one, and `**options`.
@@ -65,7 +65,7 @@ class StepRow(Row):
         return step_arguments([self.made(names, numbers)], _laws(predict), first_step)
 
     def made(self, names: tuple[str, ...], numbers: tuple[Any, ...]) -> Any:
-        if names is self.numbers:
+        if names is self.numbers:  # all, in the order of the rule's fields
             return self.rule(*numbers)
         for name in self._required:
             if name not in names:
