@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from bench_distributed import WIDTH, join_group, optimizer_of, spawned
+from links import measured_link, work_of
 from rivals.machine import environment, save
 from table import table
 from torch import nn
 
 import spectrain_ext as st
-from spectrain_ext.cli.links import measured_link
 from spectrain_ext.method import find_method
 from spectrain_ext.partitioning import cut_at
 from spectrain_ext.planning import Layers, Link, measure_layers
@@ -140,10 +140,9 @@ def layers_of(name: str, batch: int, rank: int, cores: int, quick: bool) -> Laye
     return layers  # type: ignore[return-value]
 
 
-def rank_main(
-    rank: int, processes: int, port: int, link: Link, said: Any, options: argparse.Namespace
-) -> None:
+def rank_main(rank: int, processes: int, port: int, said: Any, options: argparse.Namespace) -> None:
     join_group(rank, processes, port)
+    link = measured_link(rank, processes)
     cores = len(os.sched_getaffinity(0))
     todo = list(cases(processes))[:: 5 if options.quick else 1]
     runners = [Runner(case, options.batch, rank) for case in todo]
@@ -183,7 +182,7 @@ def planned_of(
     """Return the planner's period of a configuration and the work of all its ranks."""
     way = Way(find_method(case.method), ends_of(case), case.replicas, case.microbatches)
     costs = Costs(Setting(layers, link, batch, cores), way)
-    return costs.period, costs.work
+    return costs.period, work_of(costs)
 
 
 def ratio_of(row: dict[str, Any]) -> float:
@@ -192,6 +191,11 @@ def ratio_of(row: dict[str, Any]) -> float:
 
 
 def show(part: dict[str, Any]) -> None:
+    link = Link(**part["link"])
+    print(
+        f"a message: {1e6 * link.latency:.0f} us and {link.bandwidth / 1e9:.2f} GB/s, either "
+        f"CPU busy for {1e6 * link.busy:.0f} us and {link.busy_bandwidth / 1e9:.2f} GB/s"
+    )
     print(f"\n{part['processes']} processes on {part['cores']} cores\n")
     ratios = [ratio_of(row) for row in part["rows"]]
     lines = []
@@ -219,12 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     began, about = time.monotonic(), environment()  # with the load before the run
     parts = []
     for processes in options.processes:
-        link = measured_link(processes)
-        print(
-            f"a message: {1e6 * link.latency:.0f} us and {link.bandwidth / 1e9:.2f} GB/s, either "
-            f"CPU busy for {1e6 * link.busy:.0f} us and {link.busy_bandwidth / 1e9:.2f} GB/s"
-        )
-        parts.append(spawned(rank_main, processes, link, options))
+        parts.append(spawned(rank_main, processes, options))
         show(parts[-1])
     print(f"{time.monotonic() - began:.0f} s")
     if options.json:

@@ -8,17 +8,16 @@ from typing import Any
 
 import pytest
 
-from spectrain_ext.schedule.order import interleave
 from spectrain_ext.simulation import (
     Durations,
+    device_order,
     simulate,
-    simulate_repeating,
     streams,
     summarize,
     validate,
 )
 
-CLASSIC, DEEP = range(64, 0, -1), range(1024, 0, -1)  # windows by stage
+CLASSIC = range(64, 0, -1)  # windows by stage
 NAME = "1f1b-async"
 
 
@@ -28,25 +27,17 @@ def durations(windows: Sequence[int]) -> Durations:
 
 #: By name: windows, minibatches, and what to do with both.
 CALLS: dict[str, tuple[Sequence[int], int, Callable[[Any, int], object]]] = {
-    "generate, interleave": (
-        *(CLASSIC, 10_000),
-        lambda w, n: deque(interleave(streams(NAME, w), n), maxlen=0),
+    "generate, order": (
+        *(CLASSIC, 1000),
+        lambda w, n: deque(device_order(streams(NAME, w), range(len(w)), n), maxlen=0),
     ),
     "generate, validate and count": (
-        *(CLASSIC, 10_000),
+        *(CLASSIC, 1000),
         lambda w, n: validate(streams(NAME, w), minibatches=n, microbatches=1, windows=w),
     ),
-    "simulate, by events": (
+    "simulate": (
         *(CLASSIC, 1000),
         lambda w, n: summarize(simulate(streams(NAME, w), durations(w), minibatches=n)),
-    ),
-    "simulate 1F1B without a flush": (
-        *(DEEP, 2048),
-        lambda w, n: simulate_repeating(NAME, w, 1, n, durations(w)),
-    ),
-    "simulate GPipe": (
-        *([1] * 1024, 2048),
-        lambda w, n: simulate_repeating("gpipe", w, 1, n, durations(w)),
     ),
 }
 

@@ -39,7 +39,7 @@ from spectrain_ext.method import (
     spectrain,
 )
 from spectrain_ext.operators import laws
-from spectrain_ext.pipeline import Microbatches, Observer, Pipeline
+from spectrain_ext.pipeline import Microbatches, Pipeline
 from spectrain_ext.schedule import ScheduleError
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
         swap_,
     )
     from spectrain_ext.partitioning import materialize, partition
+    from spectrain_ext.pipeline.observer import Observer
 
 # The library logs to configured handlers only.
 _logging.getLogger(__name__).addHandler(_logging.NullHandler())
@@ -120,6 +121,7 @@ __all__ = [
 _LATER = {
     "DistributedPipeline": "distributed",
     "Metrics": "observation",
+    "Observer": "pipeline.observer",
     "Trace": "observation",
     "checkpoint": "checkpoint",
     "codecs": "codecs",

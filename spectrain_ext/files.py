@@ -38,13 +38,6 @@ def read_bounded(path: str | os.PathLike[str], largest: int) -> bytes:
     raise ValueError(f"{Path(path)}: expected at most {largest} bytes, got more")
 
 
-def read_text(path: str | os.PathLike[str], largest: int) -> str:
-    try:
-        return read_bounded(path, largest).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{Path(path)}: expected text in UTF-8: {error}") from error
-
-
 def read_json(path: str | os.PathLike[str], largest: int) -> Any:
     content = read_bounded(path, largest)
     try:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectrain_ext.method import phases_of
 from spectrain_ext.passes import AverageWeights
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.rng import RNG_LOCK, States
@@ -91,7 +90,6 @@ class Training(Item):
         self._pipe.minibatches = state["minibatches"]
         for stage in self._pipe._executor.stages:
             stage.continue_after(state["undone"])
-        self._pipe.phase = min(state["phase"], len(phases_of(self._pipe.method)) - 1)
 
 
 class Generators(Item):

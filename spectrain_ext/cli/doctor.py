@@ -13,7 +13,6 @@ import click
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from torch.cuda import nccl
 
@@ -42,8 +41,7 @@ class Finding(NamedTuple):
 
 
 @click.command(short_help="Show versions, build and devices, and list problems.")
-@click.option("--brief", is_flag=True, help="Print one line about the build and check nothing.")
-def doctor(brief: bool) -> None:
+def doctor() -> None:
     """Show versions, build and devices, and list problems with their remedies.
 
     Problems are wrong or will fail here, and make the exit status 1. Notes do not change it.
@@ -51,16 +49,11 @@ def doctor(brief: bool) -> None:
     """
     console = plain_console()
     build: BuildInfo = _C.build_info()
-    if brief:
-        click.echo(summary(build))
-        return
     _print_rows(console, "Versions", versions())
     if settings := environment():
         _print_rows(console, "Environment", settings)
     _print_rows(console, "Build", {key.replace("_", " "): _plain(build[key]) for key in build})
     _print_rows(console, "Devices", devices())
-    if torch.cuda.device_count() > 1:
-        console.print(peer_access())
     listed = findings(build)
     problems = [one for one in listed if one.is_problem]
     _print_findings(console, "Problems", problems, "yellow", "remedy: ")
@@ -93,38 +86,21 @@ def environment() -> dict[str, str]:
     }
 
 
-def summary(build: BuildInfo) -> str:
-    cpu = f"CPU ({_plain(build['cpu_instruction_set'])})"
-    if not build["cuda"]:
-        return f"spectrain_ext was built for {cpu} only: no CUDA compiler was found or wanted"
-    targets, why = _plain(build["cuda_architectures"]), _plain(build["cuda_architectures_why"])
-    compiler = _plain(build["cuda_compiler"])
-    return f"spectrain_ext was built for {cpu} and CUDA {compiler} ({targets}: {why})"
-
-
 def devices() -> dict[str, str]:
     threads = f"torch runs {torch.get_num_threads()} threads"
     lines = {"cpu": f"{cpu_name()}: {cores()} cores to use, {threads}"}
-    for index in range(torch.cuda.device_count()):
+    every = range(torch.cuda.device_count())
+    for index in every:
         properties = torch.cuda.get_device_properties(index)
         lines[f"cuda:{index}"] = (
             f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
             f"{properties.total_memory / 2**30:.0f} GiB"
         )
+        others = [other for other in every if other != index]
+        if others:
+            reached = [n for n in others if torch.cuda.can_device_access_peer(index, n)]
+            lines[f"cuda:{index}"] += f", peer access to {', '.join(map(str, reached)) or 'none'}"
     return lines
-
-
-def peer_access() -> Table:
-    every = range(torch.cuda.device_count())
-    table = Table("from \\ to", title="Peer access", title_justify="left")
-    for target in every:
-        table.add_column(f"cuda:{target}", justify="center")
-    for source in every:
-        reached = (a == source or torch.cuda.can_device_access_peer(source, a) for a in every)
-        shown = ["yes" if can else "no" for can in reached]
-        shown[source] = "-"
-        table.add_row(f"cuda:{source}", *shown)
-    return table
 
 
 def findings(build: BuildInfo) -> list[Finding]:

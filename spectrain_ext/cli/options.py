@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,8 @@ _UNITS = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 def amounts(
     context: click.Context, parameter: click.Parameter, value: str | None
-) -> tuple[float, ...] | None:
-    """Parse comma-separated positive numbers, for example 24e9, 80G or .5."""
+) -> float | tuple[float, ...] | None:
+    """Parse a positive number or several with commas, for example 24e9, 80G or .5."""
     if value is None:
         return None
     try:
@@ -73,7 +74,7 @@ def amounts(
         raise click.BadParameter(
             f"expected positive numbers with commas, such as .5, 24e9 or 24G, got {value!r}"
         ) from None
-    return numbers
+    return numbers[0] if len(numbers) == 1 else numbers
 
 
 def plain_console(**more: Any) -> Console:
@@ -100,30 +101,15 @@ def printable(text: str) -> str:
 
 
 def completes(
-    words: Callable[[str], Iterable[str]],
+    words: Callable[[], Iterable[str]],
 ) -> Callable[[click.Context, click.Parameter, str], list[str]]:
-    """Return a shell completion of comma-separated words, given those for the last one's start."""
+    """Return a shell completion of comma-separated words."""
 
     def complete(context: click.Context, parameter: click.Parameter, typed: str) -> list[str]:
         before, comma, start = typed.rpartition(",")
-        return [f"{before}{comma}{word}" for word in words(start) if word.startswith(start)]
+        return [f"{before}{comma}{word}" for word in words() if word.startswith(start)]
 
     return complete
-
-
-def complete_method(start: str) -> Iterable[str]:
-    """Return what a method's name may be: after ``module:``, what the module defines."""
-    return complete_member(start) if is_imported(start) else methods()
-
-
-def complete_member(start: str) -> list[str]:
-    module = start.partition(":")[0]
-    try:
-        text = Path(module.replace(".", "/") + ".py").read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return []
-    defined = re.findall(r"^(?:def |class |(?=\w+ =))([A-Za-z]\w*)", text, re.MULTILINE)
-    return [f"{module}:{name}" for name in defined]
 
 
 # Methods named as module:NAME, from the working directory or PYTHONPATH.
@@ -168,7 +154,7 @@ def imported(name: str) -> Any:
     if here not in sys.path:  # first, as for ``python -m``
         sys.path.insert(0, here)
     try:
-        value: object = importlib.import_module(module)
+        found = importlib.import_module(module)
     except Exception as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == module
         raise ValueError(
@@ -177,11 +163,9 @@ def imported(name: str) -> Any:
             else f"module {module!r} cannot be imported: {_described(error)}"
         ) from error
     try:
-        for part in attribute.split("."):
-            value = getattr(value, part)
+        return attrgetter(attribute)(found)
     except AttributeError as error:
         raise ValueError(f"module {module!r} has no {attribute!r}") from error
-    return value
 
 
 def result_of(what: str, function: Callable[[], Any]) -> Any:

@@ -1,24 +1,21 @@
 """Plans how to train a model on a number of devices and prints the candidates."""
 
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 from spectrain_ext.codecs import NAMES
-from spectrain_ext.extras import require_matplotlib
+from spectrain_ext.method import Method
+from spectrain_ext.method import methods as method_names
 from spectrain_ext.planning import (
     LINKS,
     METHODS,
-    Candidate,
     Layers,
     Link,
     Plan,
@@ -29,17 +26,13 @@ from spectrain_ext.planning import (
     write_layers,
     write_plan,
 )
-from spectrain_ext.timelines.timeline import draw_timeline
 from spectrain_ext.transport.message import each
 
 from .doctor import threads
-from .links import measured_link
 from .options import (
     MANY,
     POSITIVE,
     amounts,
-    complete_member,
-    complete_method,
     completes,
     imported,
     is_imported,
@@ -52,22 +45,27 @@ from .options import (
     result_of,
 )
 
-_TOGETHER = 8  # at most so many processes measure a link
 _WIDEST = 10**4
-_MORE = click.FloatRange(min=0, min_open=True)
 
 
 def _link(
     context: click.Context, parameter: click.Parameter, value: str
-) -> Link | tuple[Link, ...] | None:
-    """Parse one link or several with commas; None: measure it."""
-    if value == "measured":
-        return None
+) -> Link | tuple[Link, ...]:
+    """Parse one link or several with commas."""
     try:
         links = tuple(map(find_link, value.split(",")))
-        return links if len(links) > 1 else links[0]
+        return links[0] if len(links) == 1 else links
     except ValueError as error:
         raise click.BadParameter(str(error).removeprefix("link: ")) from error
+
+
+def _methods(
+    context: click.Context, parameter: click.Parameter, value: Sequence[str]
+) -> dict[str, Method]:
+    try:
+        return {name: method_of(name) for name in names(context, parameter, value)}
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="'--method'") from error
 
 
 @click.command(
@@ -81,7 +79,6 @@ def _link(
 @click.option(
     "--model",
     metavar="MODULE:FUNCTION",
-    shell_complete=completes(complete_member),
     help="Function that returns (model, example input). A checkout has some in studies.examples, "
     "for example studies.examples:vgg16.",
 )
@@ -101,10 +98,9 @@ def _link(
     default="pcie3",
     metavar="LINK",
     callback=_link,
-    shell_complete=completes(lambda start: (*LINKS, "measured")),
-    help=f"Link between any two devices: {', '.join(LINKS)}, bytes per second in each direction, "
-    f"or measured (between processes of this machine, {_TOGETHER} at most). Comma-separated: one "
-    "between each two neighbours.",
+    shell_complete=completes(lambda: LINKS),
+    help=f"Link between any two devices: {', '.join(LINKS)}, or bytes per second in each "
+    "direction. Comma-separated: one between each two neighbours.",
 )
 @click.option(
     "--batch", type=POSITIVE, default=256, help="Samples per minibatch, over all devices."
@@ -118,14 +114,10 @@ def _link(
 )
 @click.option(
     "--speed",
-    type=_MORE,
-    help="ASSUME that devices compute this many times as fast as measured.  [default: 1]",
-)
-@click.option(
-    "--speeds",
-    metavar="NUMBERS",
+    metavar="NUMBER",
     callback=amounts,
-    help="Instead of --speed: one number per device, for example 1,1,.5,.5.",
+    help="ASSUME that devices compute this many times as fast as measured; comma-separated: one "
+    "per device, for example 1,1,.5,.5.  [default: 1]",
 )
 @click.option(
     "--replicas",
@@ -149,15 +141,15 @@ def _link(
     multiple=True,
     metavar="NAME",
     default=[",".join(METHODS)],
-    callback=names,
-    shell_complete=completes(complete_method),
+    callback=_methods,
+    shell_complete=completes(method_names),
     help="Comma-separated methods. module:NAME imports your own; sync is data parallelism.",
 )
 @click.option(
     "--device",
     default="cpu",
     shell_complete=completes(
-        lambda start: ["cpu", *(f"cuda:{k}" for k in range(torch.cuda.device_count()))]
+        lambda: ["cpu", *(f"cuda:{k}" for k in range(torch.cuda.device_count()))]
     ),
     help="Device to measure the model on: cpu (one thread) or cuda.",
 )
@@ -170,21 +162,19 @@ def _link(
 @click.option(
     "--out",
     "-o",
-    type=click.Path(path_type=Path),
-    help="Write the plan for st.partition(model, plan=...): to a .json file, or to a folder with "
-    "the first candidate's timeline.  [default: write nothing]",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the plan to this JSON file, for st.partition(model, plan=...).",
 )
 def plan_command(
     model: str | None,
     profile: Path | None,
     save_profile: Path | None,
     devices: int,
-    link: Link | tuple[Link, ...] | None,
-    memory: tuple[float, ...] | None,
-    speed: float | None,
-    speeds: tuple[float, ...] | None,
+    link: Link | tuple[Link, ...],
+    memory: float | tuple[float, ...] | None,
+    speed: float | tuple[float, ...] | None,
     codec: str | None,
-    methods: Sequence[str],
+    methods: dict[str, Method],
     device: str,
     out: Path | None,
     **numbers: Any,  # batch, replicas, cores and state, as they are for plan()
@@ -196,22 +186,15 @@ def plan_command(
     """
     if (model is None) == (profile is None):
         raise click.UsageError("expected --model, to be measured, or the --profile of one")
-    if memory is not None and len(memory) == 1:
-        memory *= devices
-    if speed is not None and speeds is not None:
-        raise click.UsageError("--speed and --speeds contradict each other")
     for name, values, count in (
-        ("--speeds", speeds, devices),
+        ("--speed", speed, devices),
         ("--memory", memory, devices),
-        ("--link", link if isinstance(link, tuple) else None, devices - 1),
+        ("--link", link, devices - 1),
     ):
-        if values is not None and len(values) != count:
+        if isinstance(values, tuple) and len(values) != count:
             raise click.UsageError(
                 f"{name} has {len(values)} numbers, and --devices {devices} needs {count}"
             )
-    file = out if out is None or out.suffix == ".json" else out / "plan.json"
-    if file is not out:  # a folder, with a picture
-        require_matplotlib()
     try:
         layers = _measured(model, device) if profile is None else read_layers(profile)
         if save_profile is not None:
@@ -220,26 +203,20 @@ def plan_command(
             planned = plan(
                 layers,
                 devices,
-                link=measured_link(min(devices, _TOGETHER)) if link is None else link,
+                link=link,
                 memory=memory,
                 speed=speed,
-                speeds=speeds,
-                methods=[_method(name) for name in methods],
+                methods=list(methods.values()),
                 codec=None if codec is None else NAMES[codec],
                 **numbers,
             )
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            write_plan(out, planned)
     except (ValueError, TypeError, RuntimeError, OSError, OverflowError) as error:
         raise click.ClickException(str(error)) from error
-    if file is not None:
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_plan(file, planned)
-            if file is not out:
-                _draw(file.parent, planned)
-        except OSError as error:
-            raise click.ClickException(str(error)) from error
     console = plain_console(soft_wrap=True)
-    _print_table(console, planned)
+    console.print(_table(planned), soft_wrap=False)
     for line in (*_missed(planned), *planned.assumptions):
         console.print(f"- {printable(line)}")
     if planned.left_out:
@@ -252,15 +229,8 @@ def plan_command(
         points = ", ".join(map(repr, best.split_points))
         where = f"cut before {printable(points)}" if points else "not cut"
         console.print(f"{title}: {where}: {best.code}")
-    if file is not None:
-        console.print(f"st.partition(model, example_input=..., plan={str(file)!r})")
-
-
-def _method(name: str) -> Any:
-    try:
-        return method_of(name)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="'--method'") from error
+    if out is not None:
+        console.print(f"st.partition(model, example_input=..., plan={str(out)!r})")
 
 
 def _measured(name: str | None, device: str) -> Layers:
@@ -292,98 +262,42 @@ def _measured(name: str | None, device: str) -> Layers:
     return layers
 
 
-def _shape(candidate: Candidate) -> str:
-    counts = candidate.replicas
-    if len(set(counts)) == 1:
-        return f"{len(counts)} x {counts[0]}"
-    return f"{len(counts)}: {','.join(map(str, counts))}"
-
-
-def _updates(candidate: Candidate) -> str:
-    quality = candidate.quality
-    if quality is None:
-        return "unmeasured"
-    return "unreached" if math.isinf(quality.updates) else f"{quality.updates:.2f}"
-
-
-def _soon(candidate: Candidate) -> str:
-    soon = candidate.seconds_to_quality
-    return f"{1e3 * soon:.4g}" if math.isfinite(soon) else ""
-
-
-def _gap(candidate: Candidate) -> str:
-    quality = candidate.quality
-    if quality is None or not quality.where:
-        return ""
-    gaps = dict.fromkeys(f"{100 * gap:+.1f}" for gap in (quality.low, quality.high))
-    return " to ".join(gaps)
-
-
-def _where(candidate: Candidate) -> str:
-    where = candidate.quality.where if candidate.quality is not None else ()
-    return where[0] if where else ""
-
-
-# A narrow terminal leaves out columns from the end.
-_COLUMNS: Mapping[str, Callable[[Candidate], str]] = {
-    "method": lambda each: each.method,
-    "stages x\nreplicas": _shape,
-    "M": lambda each: f"{each.microbatches} {each.window or ''}",
-    "ms per\nmini-\nbatch": lambda each: f"{1e3 * each.period:.4g}",
-    "mini-\nbatches\nto a loss": _updates,
-    "ms x\nmini-\nbatches": _soon,
-    "GB per\ndevice": lambda each: f"{max(each.memory) / 1e9:.3g}",
-    "delay": lambda each: str(each.delay),
-    "samples/s": lambda each: f"{each.throughput:.4g}",
-    "loss\ngap %": _gap,
-    "measured at": _where,
-}
-_NEEDED = 6  # columns that are always there; their cells are folded if they must be
-
-
-def _table(planned: Plan, columns: int, gap: int) -> Table:
+def _table(planned: Plan) -> Table:
     links = ", ".join(dict.fromkeys(link.name for link in planned.links))
-    title = f"{planned.devices} devices, {planned.batch} samples a minibatch, {links}"
-    shown = dict(islice(_COLUMNS.items(), columns))
-    table = plain_table(title, *shown, gap=gap)
+    table = plain_table(
+        f"{planned.devices} devices, {planned.batch} samples a minibatch, {links}",
+        *("method", "stages x\nreplicas", "M", "ms per\nmini-\nbatch"),
+        *("mini-\nbatches\nto a loss", "ms x\nmini-\nbatches", "GB per\ndevice", "delay"),
+        gap=1,
+    )
     for candidate in planned.candidates:
-        table.add_row(*(printable(text(candidate)) for text in shown.values()))
+        counts, quality, soon = candidate.replicas, candidate.quality, candidate.seconds_to_quality
+        shape = f"{len(counts)} x {counts[0]}"
+        if len(set(counts)) > 1:
+            shape = f"{len(counts)}: {','.join(map(str, counts))}"
+        updates = "unmeasured"
+        if quality is not None:
+            updates = "unreached" if math.isinf(quality.updates) else f"{quality.updates:.2f}"
+        cells = (
+            candidate.method,
+            shape,
+            f"{candidate.microbatches} {candidate.window or ''}",
+            f"{1e3 * candidate.period:.4g}",
+            updates,
+            f"{1e3 * soon:.4g}" if math.isfinite(soon) else "",
+            f"{max(candidate.memory) / 1e9:.3g}",
+            f"{candidate.delay}",
+        )
+        table.add_row(*map(printable, cells))
     return table
 
 
-def _print_table(console: Console, planned: Plan) -> None:
-    roomy = plain_console(width=_WIDEST)
-    whole = not console.is_terminal and "COLUMNS" not in os.environ
-    most = len(_COLUMNS)
-    ways = [*((columns, 1) for columns in range(most, _NEEDED - 1, -1)), (_NEEDED, 0)]
-    for columns, gap in ways:
-        table = _table(planned, columns, gap)
-        if whole or roomy.measure(table).maximum <= console.width:
-            break
-    (roomy if whole else console).print(table, soft_wrap=False)
-    if columns < most:
-        hidden = ", ".join(heading.replace("\n", " ") for heading in [*_COLUMNS][columns:])
-        console.print(f"- no room for: {hidden}")
-
-
 def _missed(planned: Plan) -> Iterator[str]:
-    candidates = {
-        (candidate.method, candidate.quality): candidate
-        for candidate in planned.candidates
-        if candidate.quality is not None and math.isinf(candidate.quality.updates)
-    }
-    for candidate in candidates.values():
-        yield (
-            f"{candidate.method} did not reach that loss on {_where(candidate)}: after as many "
-            f"minibatches its test loss was {_gap(candidate)} % off synchronous training's"
-        )
-
-
-def _draw(folder: Path, planned: Plan) -> None:
-    best = planned.soonest
-    title = f"{best.method}, {_shape(best)}, M = {best.microbatches}, simulated"
-    spans = list(planned.spans(best))
-    for suffix in ("svg", "png"):
-        draw_timeline(
-            folder / f"timeline.{suffix}", spans, title=title, communication=True, unit="seconds"
-        )
+    pairs = dict.fromkeys((each.method, each.quality) for each in planned.candidates)
+    for method, quality in pairs:
+        if quality is not None and math.isinf(quality.updates):
+            gaps = dict.fromkeys(f"{100 * gap:+.1f}" for gap in (quality.low, quality.high))
+            yield (
+                f"{method} did not reach that loss on {quality.where[0]}: after as many "
+                f"minibatches its test loss was {' to '.join(gaps)} % off synchronous training's"
+            )

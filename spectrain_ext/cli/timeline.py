@@ -1,20 +1,18 @@
-"""Draws the simulated timeline of a method, or of a schedule from a file."""
+"""Draws the simulated timeline of a method, or lists the instructions of a stage."""
 
 from pathlib import Path
 from typing import Any
 
 import click
 
-from spectrain_ext.method import Window, chunks_of, microbatches_of, numbers_of
-from spectrain_ext.planning import LINKS, find_link
-from spectrain_ext.simulation import Durations, read_csv, simulate, summarize
+from spectrain_ext.method import Window, chunks_of, methods, microbatches_of, numbers_of
+from spectrain_ext.simulation import summarize
 from spectrain_ext.timelines.method_timeline import devices_under, instructions_of, simulate_method
 from spectrain_ext.timelines.timeline import draw_timeline, write_trace
 
 from .options import (
     FEW,
     POSITIVE,
-    complete_method,
     completes,
     method_of,
     own_failures,
@@ -34,14 +32,9 @@ _SUFFIXES = (".svg", ".png", ".json")
     "--method",
     "-m",
     default="spectrain",
-    shell_complete=completes(complete_method),
+    shell_complete=completes(methods),
     help="Method to simulate. module:NAME imports your own; pipedream+sync@4 changes the method "
     "after 4 minibatches.",
-)
-@click.option(
-    "--csv",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Draw this schedule, in torch.distributed.pipelining's compute-only format, instead.",
 )
 @click.option("--stages", type=FEW, default=4, help="Stages of the model.")
 @click.option("--minibatches", type=POSITIVE, default=8, help="Minibatches of the run.")
@@ -52,7 +45,7 @@ _SUFFIXES = (".svg", ".png", ".json")
     "--window",
     metavar="WINDOW",
     callback=parsed_window,
-    shell_complete=completes(lambda start: ("classic", "wide")),
+    shell_complete=completes(lambda: ("classic", "wide")),
     help="Microbatches in flight: classic, wide, a number, or comma-separated numbers, one per "
     "stage.  "
     "[default: the method's]",
@@ -67,14 +60,6 @@ _SUFFIXES = (".svg", ".png", ".json")
     default=0.0,
     help="Duration of a message to a neighbouring stage.",
 )
-@click.option(
-    "--link",
-    metavar="LINK",
-    shell_complete=completes(lambda start: LINKS),
-    help="Compute the communication time from a link, in seconds, like all durations then: "
-    f"{', '.join(LINKS)}, or bytes per second in each direction. Needs --message.",
-)
-@click.option("--message", type=_TIME, help="Bytes of a message, with --link.")
 @click.option("--versions", is_flag=True, help="Write weight versions into blocks.")
 @click.option(
     "--instructions",
@@ -91,22 +76,15 @@ _SUFFIXES = (".svg", ".png", ".json")
 )
 def timeline(
     method: str,
-    csv: Path | None,
     stages: int,
     minibatches: int,
     microbatches: int | None,
     window: Window,
-    forward: float,
-    backward: float,
-    update: float,
-    prediction: float,
-    communication: float,
-    link: str | None,
-    message: float | None,
     versions: bool,
     instructions: bool,
     stage: int,
     out: Path,
+    **durations: Any,  # numbers: forward, backward, update, prediction and communication
 ) -> None:
     """Draw what each stage does when, simulated with the given durations.
 
@@ -128,59 +106,32 @@ def timeline(
         raise click.BadParameter(
             str(error).removeprefix("window: "), param_hint="'--window'"
         ) from error
-    devices = left_out = None
-    inbound = False
+    left_out = None
     try:
-        if link is not None or message is not None:
-            if link is None or message is None or communication:
-                raise ValueError(
-                    "--link and --message are given together, and instead of --communication"
-                )
-            wire = find_link(link)
-            communication, inbound = wire.seconds(message), wire.inbound
-        times: dict[str, Any] = {"forward": forward, "backward": backward, "update": update}
-        times["inbound"] = inbound
-        if instructions:
-            if csv is not None:
-                raise ValueError("--instructions are those of a method, not of --csv")
-            with own_failures(method):
+        chosen = method_of(method)
+        with own_failures(method):
+            count = microbatches or microbatches_of(chosen, stages)
+            if instructions:
                 for line in instructions_of(
-                    method_of(method),
-                    stages,
-                    stage,
-                    minibatches,
-                    microbatches=microbatches or "auto",
-                    window=window,
+                    chosen, stages, stage, minibatches, microbatches=count, window=window
                 ):
                     click.echo(line)
-            return
-        if csv is not None:
-            actions = read_csv(csv, microbatches=None if microbatches == 1 else microbatches)
-            times |= {"activation": communication, "gradient": communication}
-            spans = list(simulate(actions, Durations.of(len(actions), **times)))
-            name = printable(csv.name)
-        else:
-            chosen = method_of(method)
-            name = f"{chosen.name}, {stages} stages"
-            with own_failures(method):
-                count = microbatches or microbatches_of(chosen, stages)
-                if (blocks := 2 * stages * minibatches * count) > _MOST_BLOCKS:
-                    raise ValueError(
-                        f"{stages} stages, {minibatches} minibatches and {count} microbatches make "
-                        f"{blocks} forwards and backwards, expected at most {_MOST_BLOCKS}"
-                    )
-                chunks = chunks_of(chosen)
-                if chunks > 1 and stages % chunks:
-                    raise ValueError(
-                        f"stages: method {chosen.name!r} has {chunks} on every device, expected a "
-                        f"multiple of {chunks}, got {stages}"
-                    )
-                times |= {"prediction": prediction, "communication": communication}
-                run = chosen, stages, minibatches
-                spans = list(simulate_method(*run, microbatches=count, window=window, **times))
-                devices = devices_under(chosen, stages)
-        if not spans:
-            raise ValueError(f"{csv}: expected forwards and backwards, got none")
+                return
+            if (blocks := 2 * stages * minibatches * count) > _MOST_BLOCKS:
+                raise ValueError(
+                    f"{stages} stages, {minibatches} minibatches and {count} microbatches make "
+                    f"{blocks} forwards and backwards, expected at most {_MOST_BLOCKS}"
+                )
+            chunks = chunks_of(chosen)
+            if chunks > 1 and stages % chunks:
+                raise ValueError(
+                    f"stages: method {chosen.name!r} has {chunks} on every device, expected a "
+                    f"multiple of {chunks}, got {stages}"
+                )
+            devices = devices_under(chosen, stages)
+            run = chosen, stages, minibatches
+            spans = list(simulate_method(*run, microbatches=count, window=window, **durations))
+        name = f"{chosen.name}, {stages} stages"
         if out.suffix == ".json":
             write_trace(out, spans)
         else:
@@ -189,8 +140,8 @@ def timeline(
                 spans,
                 title=name,
                 versions=versions,
-                communication=communication > 0,
-                unit="simulated time" if link is None else "simulated seconds",
+                communication=durations["communication"] > 0,
+                unit="simulated time",
                 devices=devices,
             )
     except (ValueError, ModuleNotFoundError, OSError) as error:

@@ -132,7 +132,7 @@ class RemoteReceiver(_End):
     rank's own thread waits for that thread, with a deadline and notice of failures.
     """
 
-    blocks = True
+    arrived = None  # receiving blocks
 
     def __init__(
         self, link: RemoteEdge, device: torch.device, receiver: Stream, depth: int, board: Board
@@ -229,11 +229,8 @@ class RemoteReceiver(_End):
 
     # The rank's own thread
 
-    def has(self, i: int = 0, j: int = 0) -> bool:
-        return bool(self._arrived)
-
     def receive(self) -> Slot | None:
-        self._wait_for_thread(self.has)
+        self._wait_for_thread(lambda: bool(self._arrived))
         slot = self._arrived.popleft()
         if slot is None:
             return None

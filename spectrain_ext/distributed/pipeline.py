@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
     from spectrain_ext.method import Window
-    from spectrain_ext.pipeline.recomputing import Recompute
 
 _made: Counter[tuple[int, ...]] = Counter()
 
@@ -108,7 +107,7 @@ class DistributedPipeline(Pipeline):
         clip_norm: float | None = None,
         clip_scope: Literal["auto", "stage", "global"] = "auto",
         master_dtype: torch.dtype | None = None,
-        recompute: Recompute = False,
+        recompute: bool = False,
         timeout: float = 300.0,
         dynamic_shapes: bool = False,
         split_dim: SplitDim = 0,

@@ -24,6 +24,7 @@ from spectrain_ext.pipeline.processes import Depth, Ends, Processes
 from spectrain_ext.pipeline.run import Run
 from spectrain_ext.pipeline.stage import Stage
 from spectrain_ext.pipeline.stage_run import StageRun
+from spectrain_ext.pipeline.tie_ends import bring_true
 from spectrain_ext.pipeline.ties import Copy, TiedStages, look_of
 from spectrain_ext.pipeline.wires import Wires
 from spectrain_ext.schedule import Generator, Instruction, Kind, Place, Replicas, name_of
@@ -186,7 +187,8 @@ class Ranks(Processes):
             return None
         # All ranks use the same order, so a rank may block on its next instruction.
         ranks = [place.stage % self.replicas.ranks for place in places]
-        return device_order([schedule(place) for place in places], ranks)[self._board.rank]
+        order = device_order([schedule(place) for place in places], ranks)
+        return (at for at in order if ranks[at[0]] == self._board.rank)
 
     def begin(self, run: Run) -> None:
         for receiver in _receivers(run.wires):
@@ -194,7 +196,7 @@ class Ranks(Processes):
         if self._total is not None and run.trains:
             self._total.begin()
         if not run.trains:
-            run.wires.ties.bring_true()
+            bring_true(run.wires.tie_ends)
 
     def handlers(self, run: Run, stage: StageRun) -> Mapping[Kind, Handler]:
         if not run.trains:
@@ -240,7 +242,7 @@ class Ranks(Processes):
     def close(self, run: Run) -> None:
         self._board.set_action("ending the run")
         if run.trains:
-            run.wires.ties.bring_true()
+            bring_true(run.wires.tie_ends)
         # The end of the gradients is passed on from the last stage to the first.
         for stage in reversed(run.stages):
             _receive_ends(run.wires, stage)

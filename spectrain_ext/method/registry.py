@@ -333,9 +333,8 @@ _ROWS: tuple[Method | tuple[str, Callable[[], Method]], ...] = (
         _2BW,
         "error-feedback",
         "pipedream-2bw, and a step makes up for what the one before has missed (2606.30634)",
-        correction=lambda place: (
-            operators.corrections.ErrorFeedback()
-        ),  # every stage is late by one
+        # Every stage is late by one.
+        correction=lambda place: operators.corrections.ErrorFeedback(),
         families=("sgd", "adam", "adamw"),
     ),
     _like(

@@ -11,7 +11,8 @@ import torch
 
 from spectrain_ext.pipeline.observer import ACTIONS, Observer
 from spectrain_ext.pipeline.passes import Handler
-from spectrain_ext.schedule import COMPUTE, Entries, Instruction, Kind, Lane, Ledger, Rules, Span
+from spectrain_ext.schedule import COMPUTE, Entries, Instruction, Kind, Ledger, Rules
+from spectrain_ext.simulation import Lane, Span
 from spectrain_ext.transport import CudaStream, Stream
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class Trace(Observer):
                 lane = _LANES.get(kind, "compute")
                 version, horizon = None, 0
                 if kind in COMPUTE:
-                    ((version, horizon),) = ledgers[k].enter([Instruction(kind, i, j)])
+                    version, horizon = ledgers[k].enter(Instruction(kind, i, j))
                     version += before
                 # An event on an idle stream is recorded at once, although the action after it waits
                 # for the stage's computation.

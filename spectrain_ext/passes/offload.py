@@ -48,7 +48,7 @@ class OffloadActivations(Pass):
         if stage.recomputes:
             raise ValueError(
                 "OffloadActivations: with recompute=True, which keeps no activations, there are "
-                "none to move; give recompute a policy"
+                "none to move; give one of the two, or checkpoint blocks in the stages"
             )
         return super().on(stage, processes)
 

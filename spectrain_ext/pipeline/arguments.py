@@ -105,8 +105,8 @@ CutPlace: TypeAlias = "tuple[int, int] | None"
 
 def cut_place(module: nn.Module) -> CutPlace:
     """Return what ``partition`` or ``cut_at`` noted in it; ``torch.compile`` preserves it."""
-    found: CutPlace = getattr(module, "cut_place", None)
-    return found
+    place: CutPlace = getattr(module, "cut_place", None)
+    return place
 
 
 def check_order(places: Sequence[CutPlace]) -> None:
@@ -118,11 +118,11 @@ def check_order(places: Sequence[CutPlace]) -> None:
             continue
         k, n = place
         what = f"stages[{index}]: it is stage {k} of the {n} that a model was cut into"
-        own = index - at > 1  # the user's own modules stand between
+        has_own_modules = index - at > 1  # the user's own modules stand between
         if previous is None or (previous[0] == previous[1] - 1 and k == 0):
-            if k > 0 and not own:
+            if k > 0 and not has_own_modules:
                 raise ValueError(f"{what}, and stage {k - 1} is not before it; {remedy}")
-        elif n != previous[1] or k <= previous[0] or (k > previous[0] + 1 and not own):
+        elif n != previous[1] or k <= previous[0] or (k > previous[0] + 1 and not has_own_modules):
             raise ValueError(
                 f"{what}, and comes after stage {previous[0]} of {previous[1]}; {remedy}"
             )
@@ -137,7 +137,7 @@ def check_order(places: Sequence[CutPlace]) -> None:
 
 def devices_of(modules: Sequence[nn.Module]) -> list[torch.device]:
     """Return each module's device; one without tensors gets its predecessor's, or else the next."""
-    found: list[torch.device | None] = []
+    of_stages: list[torch.device | None] = []
     for k, module in enumerate(modules):
         device = None
         for name, tensor in chain(module.named_parameters(), module.named_buffers()):
@@ -154,10 +154,10 @@ def devices_of(modules: Sequence[nn.Module]) -> list[torch.device]:
                     f"stages[{k}]: expected it on the CPU or on CUDA, it is on {device}"
                 )
             _check_native(device, f"stages[{k}]")
-        found.append(device)
-    known = next((device for device in found if device is not None), torch.device("cpu"))
+        of_stages.append(device)
+    known = next((device for device in of_stages if device is not None), torch.device("cpu"))
     devices = []
-    for device in found:
+    for device in of_stages:
         known = known if device is None else device
         devices.append(known)
     return devices
@@ -170,11 +170,11 @@ def checked_devices(devices: Sequence[torch.device | str | int], stages: int) ->
     if len(devices) != stages:
         raise ValueError(f"devices: expected one per stage ({stages}), got {len(devices)}")
     checked = []
-    for k, given in enumerate(devices):
+    for k, named in enumerate(devices):
         try:
-            device = torch.device(given)
+            device = torch.device(named)
         except (RuntimeError, TypeError) as error:
-            raise ValueError(f"devices[{k}]: {given!r} is not a device: {error}") from None
+            raise ValueError(f"devices[{k}]: {named!r} is not a device: {error}") from None
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"devices[{k}]: expected the CPU or a CUDA device, got {device}")
         if device.type == "cuda":
@@ -259,11 +259,11 @@ def max_norms_of(
     ]
 
 
-def _positive(what: str, value: object) -> float:
+def _positive(where: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{what}: expected a number, got {type(value).__name__}")
+        raise TypeError(f"{where}: expected a number, got {type(value).__name__}")
     if not value > 0:
-        raise ValueError(f"{what}: expected a number > 0, got {value}")
+        raise ValueError(f"{where}: expected a number > 0, got {value}")
     return float(value)
 
 
@@ -289,14 +289,10 @@ def check_master_dtype(master_dtype: object, modules: Sequence[nn.Module]) -> No
 
 
 def check_recompute(recompute: object) -> None:
-    if not isinstance(recompute, int) and not callable(recompute):
+    if not isinstance(recompute, bool):
         raise TypeError(
-            "recompute: expected a bool, an int or a function of a name and a module, got "
-            f"{type(recompute).__name__}"
-        )
-    if not isinstance(recompute, bool) and isinstance(recompute, int) and recompute < 1:
-        raise ValueError(
-            f"recompute: expected at least 1, for every block, or a bool, got {recompute}"
+            f"recompute: expected a bool, got {type(recompute).__name__}; to recompute blocks, "
+            "checkpoint them in the stages"
         )
 
 
@@ -333,14 +329,14 @@ def check_functions(optimizer: object, loss_fn: object, scheduler: object) -> No
 
 
 def _check_function(argument: str, function: object, values: str) -> None:
-    made = function.func if isinstance(function, partial) else function
-    if isinstance(getattr(made, "step", None), MethodType):  # an optimizer, a scheduler
-        made = type(made)
-    name = getattr(made, "__name__", type(made).__name__)
+    kind = function.func if isinstance(function, partial) else function
+    if isinstance(getattr(kind, "step", None), MethodType):  # an optimizer, a scheduler
+        kind = type(kind)
+    name = getattr(kind, "__name__", type(kind).__name__)
     remedy = ""
-    if hasattr(made, "step") and argument != "loss_fn":
+    if hasattr(kind, "step") and argument != "loss_fn":
         remedy = f"; {argument}=lambda {values}: {name}({values}, ...)"
-    elif callable(made) and argument != "scheduler":
+    elif callable(kind) and argument != "scheduler":
         remedy = "; are optimizer and loss_fn swapped? The order is (stages, optimizer, loss_fn)"
     if not callable(function):
         raise TypeError(f"{argument}: expected a function of ({values}), got {name}{remedy}")
@@ -408,12 +404,12 @@ def make_optimizer(
             "optimizer=lambda params: spectrain_ext.optim.SGD(params, lr=..., momentum=...)"
         )
     _check_step("optimizer", made, k)
-    held = [p for group in made.param_groups for p in group["params"]]
-    if len(held) != len(params) or set(held) != set(params):
+    in_groups = [p for group in made.param_groups for p in group["params"]]
+    if len(in_groups) != len(params) or set(in_groups) != set(params):
         raise ValueError(
-            f"optimizer: for stages[{k}] it holds {len(held)} parameters, expected exactly the "
-            f"stage's {len(params)} trainable ones: make it of the list that the function gets; "
-            "freeze others with requires_grad_(False)"
+            f"optimizer: for stages[{k}] it holds {len(in_groups)} parameters, expected exactly "
+            f"the stage's {len(params)} trainable ones: make it of the list that the function "
+            "gets; freeze others with requires_grad_(False)"
         )
     return made
 
@@ -421,24 +417,24 @@ def make_optimizer(
 def hidden_use(weights: Iterable[StageWeights | None]) -> tuple[int, int, str]:
     """Count the trainable matrices in ``hidden``, and those trained; describe one that is not."""
     hidden: set[Tensor] = set()
-    held: set[Tensor] = set()
+    trained: set[Tensor] = set()
     for optimizer in (each.optimizer for each in weights if each is not None):
         if isinstance(optimizer, PredictingOptimizer):
             hidden.update(getattr(optimizer, "hidden", None) or ())
-        held.update(p for group in optimizer.param_groups for p in group["params"])
-    wanted = {p for p in hidden if p.requires_grad or not isinstance(p, nn.Parameter)}
-    left = [f"shape {tuple(p.shape)} on {p.device}" for p in wanted - held]
-    return len(wanted), len(wanted) - len(left), min(left, default="")
+        trained.update(p for group in optimizer.param_groups for p in group["params"])
+    trainable = {p for p in hidden if p.requires_grad or not isinstance(p, nn.Parameter)}
+    left = [f"shape {tuple(p.shape)} on {p.device}" for p in trainable - trained]
+    return len(trainable), len(trainable) - len(left), min(left, default="")
 
 
 def check_hidden(use: Sequence[Sequence[Any]], firsts: Iterable[int] = (0,)) -> None:
     """Refuse matrices in ``hidden`` that no stage has; ``firsts`` have the first replicas."""
     # A process may know the matrices of all stages, or only its own.
     trained = sum(use[r][1] for r in set(firsts))
-    for wanted, used, left in use:
-        if used < wanted and trained != wanted:
+    for trainable, used, left in use:
+        if used < trainable and trained != trainable:
             raise ValueError(
-                f"optimizer: stages train {trained} of the {wanted} matrices in hidden, and no "
+                f"optimizer: stages train {trained} of the {trainable} matrices in hidden, and no "
                 f"stage has the others, one of them of {left}; AdamW would train what they stand "
                 "for. materialize makes new parameters: call hidden_matrices(model) after it"
             )

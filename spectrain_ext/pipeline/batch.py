@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from spectrain_ext.transport import Buffer, Sender, callers_stream
+from spectrain_ext.transport import Buffer, Sender, Stream, callers_stream
 from spectrain_ext.transport.message import (
     NO_HEADER,
     Header,
@@ -113,12 +114,12 @@ def is_pair(batch: object) -> bool:
 
 
 def _no_batch(batch: object, where: str) -> TypeError:
-    what = type(batch).__name__
+    kind = type(batch).__name__
     if isinstance(batch, (tuple, list)):
-        what += f" of length {len(batch)}"
+        kind += f" of length {len(batch)}"
     return TypeError(
         f"{where}: expected a pair (input, target), a mapping of names to tensors that is both, or "
-        f"a list of such microbatches, got a {what}"
+        f"a list of such microbatches, got a {kind}"
     )
 
 
@@ -126,9 +127,9 @@ def _checked(batch: Any, where: str, objects: bool) -> _Batch:
     if isinstance(batch, Mapping):
         values, sides = (batch, batch), [_message(batch, where, objects)] * 2
     elif is_pair(batch):
-        values = given, wanted = tuple(batch)
-        sides = [_message(given, f"{where}: the input", objects)]
-        sides.append(_message(wanted, f"{where}: the target", objects))
+        values = x, y = tuple(batch)
+        sides = [_message(x, f"{where}: the input", objects)]
+        sides.append(_message(y, f"{where}: the target", objects))
     else:
         raise _no_batch(batch, where)
     if not (sides[0].tensors or sides[1].tensors):
@@ -166,14 +167,14 @@ def sides_of(split_dim: SplitDim) -> tuple[Any, Any]:
 
 def _dims_of(batch: _Batch, split_dim: SplitDim) -> tuple[_Dims, _Dims]:
     """Return the dimensions of the tensors of the batch's input, and of its target."""
-    given, wanted = sides_of(split_dim)
-    if batch.input is batch.target and given != wanted:
+    of_input, of_target = sides_of(split_dim)
+    if batch.input is batch.target and of_input != of_target:
         raise ValueError(
             f"split_dim: {batch.where} is a mapping, input and target in one; expected an int, or "
             f"a mapping of names, got {split_dim!r}"
         )
     value, target = batch.values
-    return _dims(given, value, "the input"), _dims(wanted, target, "the target")
+    return _dims(of_input, value, "the input"), _dims(of_target, target, "the target")
 
 
 def _dims(split_dim: Any, value: Any, side: str) -> _Dims:
@@ -243,11 +244,11 @@ def _warn_of_another_dim(batch: _Batch, split_dim: SplitDim) -> None:
         return
     first, other = batch.input.tensors[0], batch.target.tensors[0]
     assert first is not None and other is not None
-    given, wanted = first.shape, other.shape
-    if len(given) > 1 and wanted and given[0] != wanted[0] == given[1]:
+    shape, of_target = first.shape, other.shape
+    if len(shape) > 1 and of_target and shape[0] != of_target[0] == shape[1]:
         warnings.warn(
-            f"{batch.where}: the input has shape {tuple(given)} and the target {tuple(wanted)}, so "
-            "that the samples seem to lie along dimension 1 of the input; give split_dim=(1, 0)",
+            f"{batch.where}: the input has shape {tuple(shape)} and the target {tuple(of_target)}, "
+            "so that the samples seem to lie along dimension 1 of the input; give split_dim=(1, 0)",
             stacklevel=3,
         )
 
@@ -278,17 +279,19 @@ def joined_targets(messages: Sequence[Message]) -> Message:
 
 def send_batch(edge: Sender, message: Message, batch: Buffer, header: Header = NO_HEADER) -> None:
     """Send the input or the target of the caller's batch to its stage."""
-    devices = dict.fromkeys(tensor.device for tensor in message.tensors if tensor is not None)
-    callers = {device: callers_stream(device) for device in devices}
+    callers: dict[torch.device, Stream] = {}
+    for tensor in message.tensors:
+        if tensor is not None and tensor.device not in callers:
+            callers[tensor.device] = callers_stream(tensor.device)
     if not callers:
         batch = Buffer("no tensors")
-    given = []
+    written = []
     for caller in callers.values():
         if not caller.immediate:
             caller.writes(batch)
-            given.append(caller.event())
-            caller.record(given[-1])
-    read = edge.send(message, batch, *given, header=header)
+            written.append(caller.event())
+            caller.record(written[-1])
+    read = edge.send(message, batch, *written, header=header)
     # Copies from CPU to GPU need no wait: when the call returns it has read pageable memory, and
     # torch's allocator keeps pinned memory until it has been read.
     for device, caller in callers.items():

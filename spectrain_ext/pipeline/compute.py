@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from enum import Enum
-from math import nan
 from typing import Any
 
 import torch
@@ -18,22 +17,19 @@ from spectrain_ext.transport import (
     Buffer,
     Header,
     Message,
-    Microbatches,
     Receiver,
     Slot,
     Transit,
 )
 from spectrain_ext.weights.storage import SavedWeights
 
-from .edges import Cursor, StageEdges, received
-from .loads import note_read
+from .edges import Cursor, StageEdges, missing
 from .passes import Handler, hooks
 from .stage import NOTHING, Stage
 from .tape import (
     ModuleBuffers,
     ModuleModes,
     Tape,
-    Targets,
     activation,
     called,
     check_dependence,
@@ -44,9 +40,7 @@ from .tape import (
     run_on,
     seeded,
 )
-from .updates import Updates
-
-_NO_INPUTS = Message(())
+from .updates import Updates, note_read
 
 
 class Mode(Enum):
@@ -64,10 +58,18 @@ class Compute:
     activations included, is that of the backward's weights. The second forward reads and does not
     update the buffers, such as running statistics, that the first one found; the same holds for a
     loss that is a module.
+
+    Attributes:
+        tapes: what it keeps of each microbatch in flight, by minibatch and microbatch.
+        keeps_graph: whether forwards make the graphs that backwards use.
+        numbers: a context in which forwards draw random numbers.
+        follows: a context in which a graph finds the weights of its backward.
+        calls, lost: the hooks of passes.
+        ended_by: the edge that has delivered the end of the run.
     """
 
     _received: Slot
-    ended_by: Receiver | None = None  # the edge that has delivered the end of the run
+    ended_by: Receiver | None = None
 
     def __init__(
         self,
@@ -76,14 +78,11 @@ class Compute:
         edges: StageEdges,
         mode: Mode,
         updates: Updates | None,  # None: an evaluation
-        counted: bool,  # whether ``count`` gives the divisor of the losses in advance
     ) -> None:
         self._stage, self._cursor, self._edges, self._updates = stage, cursor, edges, updates
         self._mode, self._trains = mode, mode is Mode.TRAIN
-        self._counted = counted
-        self._keeps_graph = self._trains and not stage.recomputes
-        self._tapes: dict[tuple[int, int], Tape] = {}
-        self._targets: dict[int, Targets] = {}
+        self.keeps_graph = self._trains and not stage.recomputes
+        self.tapes: dict[tuple[int, int], Tape] = {}
         # Inputs whose gradients go to the previous stage, the buffer that stands for their memory,
         # and the count that is sent with them.
         self._outgoing: tuple[Sequence[Tensor | None], Buffer, Tensor | None] | None = None
@@ -92,8 +91,8 @@ class Compute:
         self._entered: Sequence[ModuleBuffers] = ()  # during a recomputation
         # Stands for the memory of all computations, on the CPU only.
         self._untracked = Buffer(f"memory of stage {stage.index}") if stage.immediate else None
-        self._numbers: AbstractContextManager[object] = stage.random
-        self._follows: AbstractContextManager[object] = NOTHING
+        self.numbers: AbstractContextManager[object] = stage.random
+        self.follows: AbstractContextManager[object] = NOTHING
         self._modes: ModuleModes | None = None
         passes = stage.passes
         self._sends_activation = hooks(passes, "sends_activation")
@@ -105,7 +104,9 @@ class Compute:
         self._received_gradient = hooks(passes, "received_gradient")[::-1]
         self._number_back = hooks(passes, "number_back")
         self._came_back = hooks(passes, "came_back")
-        self._calls, self._lost = hooks(passes, "calls"), hooks(passes, "lost")
+        self.calls, self.lost = hooks(passes, "calls"), hooks(passes, "lost")
+        if not self._trains:
+            self.calls = []
 
     def begin(self) -> None:
         """Change what ``end`` puts back."""
@@ -115,15 +116,13 @@ class Compute:
             # Where the backward uses other weights, the forward's graph must find those.
             if weights is not None and (saving or weights.differs_in_backward):
                 assert weights.storage is not None
-                self._follows = SavedWeights(weights.storage)
+                self.follows = SavedWeights(weights.storage)
             for save in saving:
-                self._follows = save(self._follows)
-            if stage.blocks is not None:
-                stage.blocks.begin()
+                self.follows = save(self.follows)
         else:
-            self._numbers = NOTHING
+            self.numbers = NOTHING
             if self._mode is Mode.EVALUATE:
-                self._numbers = StageRandom(stage.index, stage.device)
+                self.numbers = StageRandom(stage.index, stage.device)
                 self._modes = ModuleModes(stage.module)
                 self._modes.evaluate()
 
@@ -154,18 +153,16 @@ class Compute:
 
     def end(self) -> None:
         """Put back what the run has changed; may be repeated."""
-        if isinstance(self._numbers, StageRandom):
-            self._numbers.leave()
+        if isinstance(self.numbers, StageRandom):
+            self.numbers.leave()
         if self._modes is not None:
             self._modes.restore()
         for buffers in self._entered:
             buffers.__exit__()
         self._entered = ()
         if self._trains:
-            if self._stage.blocks is not None:
-                self._stage.blocks.end()
             self._stage.compute.record(self._stage.computed)
-        self._follows = NOTHING  # it would keep all buffers
+        self.follows = NOTHING  # it would keep all buffers
         self._in_transit.reset()
         self._sent.reset()
 
@@ -199,21 +196,21 @@ class Compute:
         return self._received.header.samples
 
     def _forward(self, i: int, j: int) -> None:
-        stage, slot, graph = self._stage, self._received, self._keeps_graph
+        stage, slot, graph = self._stage, self._received, self.keeps_graph
         message = slot.message
-        tape = Tape(slot, self._untracked or Buffer("activations"))
+        tape = self.tapes[i, j] = Tape(slot, self._untracked or Buffer("activations"))
         # A first layer that works in place writes the slot.
         writes = (slot.buffer, stage.module_buffers, tape.buffer)
         with (
             stage.computing(writes=writes, weights=True),
-            _grad_mode(graph),
+            # Most callers have autograd enabled; setting it again takes 0.8 us.
+            NOTHING if torch.is_grad_enabled() == graph else torch.set_grad_enabled(graph),
             RNG_LOCK,
-            self._numbers,
-            self._follows,
+            self.numbers,
+            self.follows,
         ):
-            if self._calls and self._trains:
-                for call in self._calls:
-                    call(i, j, stage.module, message)
+            for call in self.calls:
+                call(i, j, stage.module, message)
             if graph:
                 tape.leaves, tape.output = self._run(message)
             elif self._trains:
@@ -232,10 +229,9 @@ class Compute:
                 tape.message = tape.message.with_gradient(learns)
         if not stage.immediate:
             note_read(stage)
-        self._tapes[i, j] = tape
         if self._trains:
-            if len(self._tapes) > stage.peak:
-                stage.note_in_flight(len(self._tapes))
+            if len(self.tapes) > stage.peak:
+                stage.note_in_flight(len(self.tapes))
         else:
             self._edges.inputs[j].free(slot)
 
@@ -244,36 +240,36 @@ class Compute:
         # module costs as much as a small layer, so it stays only if the first forward needed it,
         # and comes back if a later one does.
         stage = self._stage
-        if stage.in_place is not False:
-            before = _versions(message)
-            ran = run_on(stage.module, message, entry=True)
-            stage.note_in_place(bool(stage.in_place) or _versions(message) != before)
-            return ran
+        entry = stage.in_place is not False
+        before = _versions(message) if entry else []
         try:
-            return run_on(stage.module, message, entry=False)
+            ran = run_on(stage.module, message, entry)
         except RuntimeError as error:
-            if "leaf Variable that requires grad" not in str(error):
+            if entry or "leaf Variable that requires grad" not in str(error):
                 raise
-        stage.note_in_place(True)
-        stage.random.rewind()
-        return run_on(stage.module, message, entry=True)
+            stage.note_in_place(True)
+            stage.random.rewind()
+            return run_on(stage.module, message, entry=True)
+        if entry:
+            stage.note_in_place(bool(stage.in_place) or _versions(message) != before)
+        return ran
 
     def _send_activation(self, i: int, j: int) -> None:
-        tape, to = self._tapes[i, j], self._edges.to_next[j]
+        tape, to = self.tapes[i, j], self._edges.to_next[j]
         message, buffer = tape.message, tape.buffer
         if self._sends_activation:
             buffer = Buffer("activations as passes send them")
             message = self._as_sent(self._sends_activation, i, j, message, buffer)
         read = to.send(message, buffer, self._stage.computed, header=tape.header)
-        if self._sends_activation or not self._keeps_graph:
+        if self._sends_activation or not self.keeps_graph:
             self._sent.hold(read, buffer, message)
-        if self._keeps_graph:
+        if self.keeps_graph:
             return
         # Without a graph, nothing here needs the output any more.
         tape.output, tape.message = (), Message(())
         tape.buffer = Buffer("activations")  # for the recomputation
         if not self._trains:
-            del self._tapes[i, j]
+            del self.tapes[i, j]
 
     def _as_sent(
         self, sends: Sequence[Any], i: int, j: int, message: Message, buffer: Buffer
@@ -285,84 +281,21 @@ class Compute:
         self._stage.compute.record(self._stage.computed)
         return message
 
-    # The loss, on the last stage.
-
-    def loss(
-        self, i: int, j: int, loss_fn: Callable[..., Any], keep: Callable[..., Any] | None
-    ) -> tuple[Tensor, Tensor | None, Any]:
-        """Return a microbatch's part of the loss, its count if any, and what ``keep`` returns."""
-        stage, tape, graph = self._stage, self._tapes[i, j], self._keeps_graph
-        targets = self._targets.get(i)
-        if targets is None:
-            slot = self._receive_target(j)
-            with stage.computing(reads=(slot.buffer,)):
-                value = packed(slot.message, slot.message.tensors)
-            parts = value if isinstance(value, Microbatches) else [value]
-            targets = self._targets[i] = Targets(slot, parts)
-        tape.arrived, tape.target = targets.slot, targets.parts[j]
-        with (
-            stage.computing(writes=(tape.arrived.buffer, tape.buffer)),
-            _grad_mode(graph),
-            RNG_LOCK,
-            stage.random,
-            self._follows,
-        ):
-            for call in self._calls:
-                call(i, j, loss_fn, _NO_INPUTS)
-            if not graph:
-                tape.module_buffers.append(ModuleBuffers(loss_fn))
-                tape.loss_fn = loss_fn
-            returned = called(loss_fn, output=tape.output, target=tape.target)
-            loss, count = checked_loss(returned, stage.device)
-            kept = None if keep is None else keep(tape.output, tape.target)
-            tape.count = None if self._counted else count
-            weight = self._weight(tape, i, j)
-            part = loss.detach() if weight == 1.0 else loss.detach() * weight
-            if self._counted and not weight:
-                part = part * nan  # the mean of nothing
-            for note in self._lost:
-                note(i, j, part)
-        if graph:
-            check_dependence(loss, tape.output)
-            tape.output = loss
-        stage.compute.record(stage.computed)
-        return part, tape.count, kept
-
-    def _weight(self, tape: Tape, i: int, j: int) -> float:
-        """Return a microbatch's weight in the loss of its minibatch; 1 for sums, divided later."""
-        return self._cursor.shares[i][j] if tape.count is None else 1.0
-
-    def measure(self, i: int, j: int, measure: Callable[..., Any]) -> None:
-        tape, slot = self._tapes.pop((i, j)), self._receive_target(j)
-        message, stage = slot.message, self._stage
-        writes = slot.buffer, tape.buffer
-        with stage.computing(writes=writes), torch.no_grad(), RNG_LOCK, self._numbers:
-            copies = [None if t is None else t.clone() for t in message.tensors]
-            called(measure, output=tape.output, target=packed(message, copies))
-        stage.compute.record(stage.computed)
-        self._edges.targets[j].free(slot)
-        stage.compute.writes(tape.buffer)  # freed
-
-    def _receive_target(self, j: int) -> Slot:
-        return received(
-            self._edges.targets[j], "the run has ended where batches come in, and a target"
-        )
-
     # Backward.
 
     def _receive_gradient(self, i: int, j: int) -> None:
         edge = self._edges.gradients[j]
-        slot = received(edge, "the next stage has ended its run, and a gradient")
+        slot = edge.receive() or missing("the next stage has ended its run, and a gradient")
         if self._received_gradient:
             with self._stage.computing(reads=(slot.buffer,)):
                 for unpack in self._received_gradient:
                     slot.message = unpack(i, slot.message)
-        self._tapes[i, j].arrived = slot
+        self.tapes[i, j].arrived = slot
         for note in self._came_back:
             note(i, j, slot.header.value)
 
     def _recompute(self, i: int, j: int) -> None:
-        stage, tape = self._stage, self._tapes[i, j]
+        stage, tape = self._stage, self.tapes[i, j]
         message = tape.slot.message
         writes = [tape.slot.buffer, tape.buffer, stage.module_buffers]
         if self._edges.targets:
@@ -384,21 +317,20 @@ class Compute:
         self._entered = ()
 
     def _backward(self, i: int, j: int) -> None:
-        tape = self._tapes.pop((i, j))
+        tape = self.tapes.pop((i, j))
         self._differentiate(i, j, tape)
         self._finish(i, j, tape)
 
     def _backward_input(self, i: int, j: int) -> None:
         """Compute the gradients of the input, and those that cannot wait."""
-        tape = self._tapes[i, j]
+        tape = self.tapes[i, j]
         # A recomputed graph is differentiated as a whole: it should not live until the second half.
-        halves = not self._stage.recomputes and self._stage.blocks is None
-        tape.rest = self._differentiate(i, j, tape, halves)
+        tape.rest = self._differentiate(i, j, tape, halves=not self._stage.recomputes)
         if not self._stage.immediate:
             note_read(self._stage)
 
     def _backward_weights(self, i: int, j: int) -> None:
-        stage, tape = self._stage, self._tapes.pop((i, j))
+        stage, tape = self._stage, self.tapes.pop((i, j))
         if tape.rest is not None:
             reads = (tape.buffer, tape.slot.buffer, tape.arrived.buffer)
             writes = (stage.weight_gradients, stage.module_buffers)
@@ -408,18 +340,14 @@ class Compute:
 
     def _finish(self, i: int, j: int, tape: Tape) -> None:
         stage, edges = self._stage, self._edges
-        stage.compute.writes(tape.buffer)  # freed
         if not stage.immediate:
+            stage.compute.writes(tape.buffer)  # freed
             note_read(stage)
         edges.inputs[j].free(tape.slot)
         if edges.gradients:
             edges.gradients[j].free(tape.arrived)
-            return
-        targets = self._targets[i]
-        targets.left -= 1
-        if not targets.left:
-            del self._targets[i]
-            edges.targets[j].free(tape.arrived)
+        else:
+            tape.targets.note_used()
 
     def _differentiate(
         self, i: int, j: int, tape: Tape, halves: bool = False
@@ -427,10 +355,11 @@ class Compute:
         """Issue the backward; with ``halves``, only the inputs' half, and return the other half."""
         stage, updates = self._stage, self._updates
         assert updates is not None
-        updates.free_gradients()
+        if not stage.immediate:
+            updates.free_gradients()
         outgoing = self._untracked or Buffer("gradients of the input")
         reads = (tape.buffer, tape.slot.buffer, tape.arrived.buffer)
-        # torch.utils.checkpoint runs blocks again, and exchanges the random numbers there.
+        # Checkpointed parts run again, and exchange the module buffers there.
         writes = (stage.weight_gradients, stage.module_buffers, outgoing)
         # A hook may draw random numbers.
         with stage.computing(reads=reads, writes=writes, weights=True), RNG_LOCK:
@@ -439,7 +368,7 @@ class Compute:
             else:
                 loss = tape.output
                 assert isinstance(loss, Tensor)
-                seed = torch.full_like(loss, self._weight(tape, i, j))
+                seed = torch.full_like(loss, tape.weight)
                 pairs, count = [(loss, seed)] if loss.requires_grad else [], tape.count
             if count is not None:
                 count = count.clone()  # the original lies in a receive buffer
@@ -483,16 +412,11 @@ class Compute:
 
     def _receive_word(self, i: int, j: int) -> None:
         edge = self._edges.gradients[j]
-        edge.free(received(edge, "the next stage has ended its run, and its word"))
+        edge.free(edge.receive() or missing("the next stage has ended its run, and its word"))
 
     def _send_word(self, i: int, j: int) -> None:
         edge = self._edges.to_previous[j]
         edge.send(Message(()), Buffer("nothing"), self._stage.computed)
-
-
-def _grad_mode(graph: bool) -> AbstractContextManager[object]:
-    # Most callers have autograd enabled; setting it again takes 0.8 us.
-    return NOTHING if graph and torch.is_grad_enabled() else torch.set_grad_enabled(graph)
 
 
 def _versions(message: Message) -> list[int]:

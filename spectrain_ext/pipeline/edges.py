@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Never
 
 from torch import Tensor
 
 from spectrain_ext.errors import placed
 from spectrain_ext.interrupts import waiting
 from spectrain_ext.schedule import Instruction, Kind, Replicas
-from spectrain_ext.transport import Buffer, Header, Receiver, Sender, Slot
+from spectrain_ext.transport import Buffer, Header, Receiver, Sender
 
 from .batch import (
     Microbatch,
@@ -56,12 +56,9 @@ class StageEdges:
             edge.end()
 
 
-def received(edge: Receiver, what: str) -> Slot:
-    """Return the next message; RuntimeError at the end of the run, which comes too early."""
-    slot = edge.receive()
-    if slot is None:
-        raise RuntimeError(f"{what} is missing")
-    return slot
+def missing(what: str) -> Never:
+    """Raise RuntimeError: the end of the run has come before a message."""
+    raise RuntimeError(f"{what} is missing")
 
 
 class Cursor:
@@ -70,8 +67,10 @@ class Cursor:
     A stage learns of a minibatch, and of the end of the run, from the messages of its forwards.
     """
 
-    def __init__(self, instructions: Iterator[Instruction]) -> None:
+    def __init__(self, instructions: Iterator[Instruction], microbatches: int) -> None:
         self._instructions = instructions  # of the schedule; endless
+        self._microbatches = microbatches  # of each minibatch in the schedule
+        self._limited = False  # whether the run may lack some of the schedule's instructions
         self.upcoming = next(instructions, None)  # whether or not the run contains it
         self.minibatches: int | None = None  # the length of the run, once it is known
         self.added = 0
@@ -85,10 +84,12 @@ class Cursor:
         """Add a minibatch; a small one has fewer microbatches than the schedule."""
         self.shares[self.added] = [0.0] * microbatches
         self.added += 1
+        if microbatches < self._microbatches:
+            self._limited = True
 
     def stop(self) -> None:
         """Note that no minibatches follow those added."""
-        self.minibatches = self.added
+        self.minibatches, self._limited = self.added, True
 
     def peek(self) -> Instruction | None:
         """Return the instruction that comes next, as far as is known now."""
@@ -106,7 +107,7 @@ class Cursor:
 
     def take(self) -> Instruction | None:
         """Advance to the next instruction and return it; None: the stage has finished."""
-        self.current, self.step = self.peek(), 0
+        self.current, self.step = self.peek() if self._limited else self.upcoming, 0
         self.finished = self.current is None
         if not self.finished:
             self.upcoming = next(self._instructions, None)

@@ -105,7 +105,8 @@ class Executor:
         ends = [stage.compute.end for stage in run.stages]
         if run.trains:
             ends += [stage.let_go_of_weights for stage in self.stages]
-        make_all((*ends, self.processes.end, self.wires.ties.end, self.let_caller_follow))
+        ends += [self.processes.end, *(end.end for end in self.wires.tie_ends)]
+        make_all((*ends, self.let_caller_follow))
         self._now = None
 
     def _abandon(self) -> None:

@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing
 from functools import partial
 from itertools import islice
 from math import isfinite, nan
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 import torch
@@ -25,8 +25,10 @@ from .compute import Mode
 from .edges import SourceSettings
 from .executor import Executor
 from .losses import Keep, Result
-from .observer import Observer
 from .run import Work
+
+if TYPE_CHECKING:
+    from .observer import Observer
 
 _logger = logging.getLogger(__name__)
 
@@ -171,14 +173,14 @@ class Loops(nn.Module):
             )
         begun: list[int] = []
         losses = _Losses()
-        given = _epochs(own_batches, begun, epochs)
+        of_epochs = _epochs(own_batches, begun, epochs)
         failure: Exception | None = None
         with ExitStack() as stack:
             if progress and not getattr(self, "rank", 0):  # one of several processes shows it
                 from spectrain_ext.extras import progress_of
 
                 called.insert(0, stack.enter_context(progress_of(own_batches, epochs)))
-            run = stack.enter_context(closing(self.run(given, trace=trace, keep=keep)))
+            run = stack.enter_context(closing(self.run(of_epochs, trace=trace, keep=keep)))
             for result in run:
                 losses.add(result)
                 try:
@@ -193,11 +195,11 @@ class Loops(nn.Module):
                 raise failure
             return begun
 
-        what = "sharing the losses of a training"
-        counts = self._gather_from_ranks(lengths, what)[0]
+        doing = "sharing the losses of a training"
+        counts = self._gather_from_ranks(lengths, doing)[0]
         if not any(counts):
             raise ValueError("batches: expected at least one to train on, got none")
-        means: list[float] = self._gather_from_ranks(lambda: losses.means(counts), what)[-1]
+        means: list[float] = self._gather_from_ranks(lambda: losses.means(counts), doing)[-1]
         for epoch, mean in enumerate(means):
             if not isfinite(mean) and counts[epoch]:
                 _logger.warning("fit: the mean loss of epoch %d is %s", epoch, mean)

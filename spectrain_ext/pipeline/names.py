@@ -32,22 +32,22 @@ def full_names(stage: nn.Module, keys: Iterable[str], prefix: str) -> dict[str, 
 
 def model_names(stages: Mapping[str, nn.Module]) -> dict[str, str]:
     """Return the names in a pipeline's state dict, by the keys of its stages."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     homes: dict[str, str] = {}  # the same, by the names that ties use
-    held: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     known = all(callable(getattr(stage, "full_name", None)) for stage in stages.values())
     for k, stage in stages.items():
         state = stage.state_dict(keep_vars=True)
         tied = getattr(stage, "tied_parameters", {})  # see mark_ties: copies of an earlier stage's
         buffers = getattr(stage, "copied_buffers", ())  # that an earlier stage of the cut has
         for key, full in full_names(stage, state, f"{k}.").items():
-            found[f"{k}.{key}"] = homes[f"{k}.{bare(key)}"] = full
+            names[f"{k}.{key}"] = homes[f"{k}.{bare(key)}"] = full
             home, name = tied.get(bare(key), (k, key))
             copied = home != k and homes.get(f"{home}.{name}") == full
-            copied = copied or (bare(key) in buffers and full in held)
-            known = known and (copied or held.setdefault(full, state[key]) is state[key])
+            copied = copied or (bare(key) in buffers and full in tensors)
+            known = known and (copied or tensors.setdefault(full, state[key]) is state[key])
     # Fall back to nn.Sequential's names if a stage does not know its own, or names collide.
-    return found if known else {key: key for key in found}
+    return names if known else {key: key for key in names}
 
 
 def use_model_names(pipe: nn.Module, whole: bool, copies: Iterable[Any]) -> None:
@@ -56,8 +56,8 @@ def use_model_names(pipe: nn.Module, whole: bool, copies: Iterable[Any]) -> None
 
     def save(pipe: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
         names = model_names(dict(pipe.named_children()))
-        own = {key: state.pop(key) for key in list(state) if key.startswith(prefix)}
-        for key, value in own.items():
+        values = {key: state.pop(key) for key in list(state) if key.startswith(prefix)}
+        for key, value in values.items():
             name = key[len(prefix) :]
             state[prefix + names.get(name, name)] = value
 
@@ -76,10 +76,10 @@ def use_model_names(pipe: nn.Module, whole: bool, copies: Iterable[Any]) -> None
         keys: dict[str, list[str]] = {}
         for key, name in names.items():
             keys.setdefault(name, []).append(key)
-        given = {name: state.pop(name) for name in list(state) if name.startswith(prefix)}
+        values = {name: state.pop(name) for name in list(state) if name.startswith(prefix)}
         for p, alike in _names_by_parameter(stages, copies, names, prefix).items():
-            _check_alike(p, alike, given)
-        for name, value in given.items():
+            _check_alike(p, alike, values)
+        for name, value in values.items():
             state.update(dict.fromkeys(keys.get(name, ()), value))
             if name not in keys and whole:  # if not whole, another process may have it
                 unexpected.append(name)
@@ -109,21 +109,21 @@ def _names_by_parameter(
     model_names: Mapping[str, str],
     prefix: str,
 ) -> dict[nn.Parameter, list[str]]:
-    found: dict[nn.Parameter, list[str]] = {}
+    names: dict[nn.Parameter, list[str]] = {}
     for k, stage in stages.items():
         for key, p in stage.named_parameters(remove_duplicate=False):
-            found.setdefault(p, []).append(model_names[f"{prefix}{k}.{key}"])
+            names.setdefault(p, []).append(model_names[f"{prefix}{k}.{key}"])
     for copy in copies:
         if copy.original is None:  # in another process
-            found[copy.held] = [prefix + n for n in copy.names_elsewhere] + found[copy.held]
+            names[copy.held] = [prefix + n for n in copy.names_elsewhere] + names[copy.held]
         elif copy.held is not copy.original:
-            found[copy.held] = found[copy.original] + found[copy.held]
-    return found
+            names[copy.held] = names[copy.original] + names[copy.held]
+    return names
 
 
-def _check_alike(p: nn.Parameter, names: Iterable[str], given: Mapping[str, Any]) -> None:
+def _check_alike(p: nn.Parameter, names: Iterable[str], state: Mapping[str, Any]) -> None:
     """Raise ValueError if a state has different values for the names of one parameter."""
-    values = {name: given[name] for name in names if isinstance(given.get(name), Tensor)}
+    values = {name: state[name] for name in names if isinstance(state.get(name), Tensor)}
     first = next(iter(values), "")
     for name, value in values.items():
         if value.shape == values[first].shape:  # else torch says what does not fit

@@ -93,9 +93,7 @@ class Observer:
         """Called when the run has ended or failed."""
 
 
-def observers_of(trace: Observer | Sequence[Observer] | None) -> Sequence[Observer]:
-    if trace is None:
-        return ()
+def observers_of(trace: Observer | Sequence[Observer]) -> Sequence[Observer]:
     observers = tuple(trace) if isinstance(trace, Sequence) else (trace,)
     for n, one in enumerate(observers):
         if not isinstance(one, Observer):
@@ -132,7 +130,7 @@ def observing(
 def with_observers(
     observers: Sequence[Observer], run: StageRun, handlers: dict[Kind, Handler]
 ) -> dict[Kind, Handler]:
-    """Return a stage's handlers, wrapped if observers or the profiler watch the run."""
+    """Return a stage's handlers as observers, or torch's profiler, watch them."""
     for observer in observers:
         handlers = observer.watch(run, handlers)
     if not (profiler._is_profiler_enabled or any(observer.ranges for observer in observers)):

@@ -64,17 +64,17 @@ def set_up(
         )
         for phase, places in zip(phases_of(method), of_phases, strict=True)
     ]
-    made: dict[int, tuple[torch.optim.Optimizer, LRScheduler | None]] = {}
+    optimizers: dict[int, tuple[torch.optim.Optimizer, LRScheduler | None]] = {}
     for k, module in modules.items():
-        found = make_optimizer(optimizer, module, k, copies_in(copies, k).keys())
-        if found is not None:
-            made[k] = found, make_scheduler(scheduler, found, k)
+        made = make_optimizer(optimizer, module, k, copies_in(copies, k).keys())
+        if made is not None:
+            optimizers[k] = made, make_scheduler(scheduler, made, k)
     weights: list[StageWeights | None] = []
     for k, module in modules.items():
-        if k not in made:
+        if k not in optimizers:
             weights.append(None)
             continue
-        own, its_scheduler = made[k]
+        own, its_scheduler = optimizers[k]
         factor = factor_of([(phase.method, phase.places[k]) for phase in phases])
         for index, group in enumerate(own.param_groups if factor is not None else ()):
             if group.get("lr") is None:
@@ -91,7 +91,7 @@ def set_up(
                 *(master_dtype, copies_in(copies, k).keys(), factor),
             )
         )
-    like = next((optimizer for optimizer, _ in made.values()), None)
+    like = next((optimizer for optimizer, _ in optimizers.values()), None)
     return [
         phase._replace(rules=[rules_at(phase.method, place, like) for place in phase.places])
         for phase in phases

@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import takewhile
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -51,7 +52,6 @@ from .executor import Executor
 from .loops import Loops, checked_batches, warn_unless_begun
 from .losses import Keep, LossFn, Result
 from .names import use_model_names
-from .observer import Observer, observers_of, observing
 from .passes import Pass, checked_passes, hooks
 from .phases import TrainingPhase, set_up, widest
 from .processes import Processes
@@ -64,7 +64,7 @@ from .wires import Wires
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
-    from .recomputing import Recompute
+    from .observer import Observer
 
 
 _logger = logging.getLogger(__name__)
@@ -89,8 +89,7 @@ class Pipeline(Loops):
         clip_norm: the largest 2-norm of a gradient; larger ones are scaled. None: the method's.
         clip_scope: whose norm: each ``"stage"``'s, ``"global"`` (of all stages), or ``"auto"``.
         master_dtype: ``torch.float32`` keeps float32 master weights of 16-bit parameters.
-        recompute: what backwards compute again instead of keeping it: True, whole stages; k, every
-            k-th block; or a policy ``(name, module) -> bool``.
+        recompute: whether backwards run a stage's forward again instead of keeping activations.
         split_dim: the dimension of the samples in a batch's tensors, for all or for each of them.
         count: ``target -> number`` that a minibatch's sum of losses is divided by.
         passes: optional behaviours, of ``spectrain_ext.passes`` or your own, in order.
@@ -99,7 +98,6 @@ class Pipeline(Loops):
         method: the Method.
         devices: a device per stage.
         minibatches: how many have begun, in all runs.
-        phase: the index of the method's phase that training has reached.
 
     Raises:
         TypeError, ValueError: an argument that does not fit; the message names it.
@@ -132,7 +130,7 @@ class Pipeline(Loops):
         clip_norm: float | None = None,
         clip_scope: Literal["auto", "stage", "global"] = "auto",
         master_dtype: torch.dtype | None = None,
-        recompute: Recompute = False,
+        recompute: bool = False,
         split_dim: SplitDim = 0,
         count: Callable[[Any], float | Tensor] | None = None,
         passes: Sequence[Pass] = (),
@@ -157,11 +155,6 @@ class Pipeline(Loops):
             of_phases = phase_places(chosen, replicas.stages, parts, window, replicas)
             check_master_dtype(master_dtype, modules)
             check_recompute(recompute)
-            blocks: Mapping[int, Mapping[str, nn.Module]] = {}
-            if not isinstance(recompute, bool):
-                from .recomputing import recomputed_blocks
-
-                blocks = recomputed_blocks(here, recompute)
             sides_of(split_dim)
             check_loss_fn(loss_fn, parts, count)
             check_functions(optimizer, loss_fn, scheduler)
@@ -170,7 +163,7 @@ class Pipeline(Loops):
                 *(clip_norm, clip_scope),
             )
             self.method, self.devices = chosen, tuple(where)
-            self.minibatches, self.phase = 0, 0
+            self.minibatches = 0
             if len(here) == replicas.stages:
                 check_trains(weights is not None for weights in made)
             own = [
@@ -178,8 +171,7 @@ class Pipeline(Loops):
                     *(k, module, device, weights, processes),
                     replica=processes.replica,
                     passes=self._passes,
-                    recomputes=recompute is True,
-                    blocks=blocks.get(k),
+                    recomputes=recompute,
                 )
                 for (k, module), device, weights in zip(here.items(), where, made, strict=True)
             ]
@@ -296,8 +288,13 @@ class Pipeline(Loops):
         self._refuse_in_run("run")
         if keep is not None and not callable(keep):
             raise TypeError(f"keep: expected a callable, got {type(keep).__name__}")
+        observers: Sequence[Observer] = ()
+        if trace is not None:
+            from .observer import observers_of
+
+            observers = observers_of(trace)
         begun: list[bool] = []
-        run = self._run(iter(checked_batches(batches)), observers_of(trace), keep, begun)
+        run = self._run(iter(checked_batches(batches)), observers, keep, begun)
         return warn_unless_begun(run, begun)
 
     def _run(
@@ -314,7 +311,11 @@ class Pipeline(Loops):
         self._enter()
         _logger.info("run begins: %s, %s", self.method.name, self._describe_stages())
         try:
-            with observing(observers, self._rules, self.devices):
+            with ExitStack() as watched:
+                if observers:
+                    from .observer import observing
+
+                    watched.enter_context(observing(observers, self._rules, self.devices))
                 phased = self._entered.method.then is not None
                 run = self._all_phases if phased else self._counted
                 yield from run(batches, observers, keep)
@@ -371,16 +372,15 @@ class Pipeline(Loops):
             then = self._entered.method.then
             return then is not None and self.minibatches + taken >= then.after
 
+        def run(segment: Iterable[object]) -> Iterator[Result]:
+            return self._counted(segment, observers, keep)
+
         def follow(segment: Segment, left: bool) -> int | None:
             if self._entered.method.then is None:
                 return None
 
-            def decide() -> tuple[bool, bool]:
-                return ends(0), segment.cut and not left
-
-            # The first process decides where a phase ends, since it is the one that ends a run.
-            over, more = self._gather_from_ranks(decide, "ending a phase")[0]
-            self.phase += over
+            # Whether there are more batches is known to the first process, which takes them.
+            more = self._gather_from_ranks(lambda: segment.cut and not left, "ending a phase")[0]
             if not more:
                 return None
             self._enter()
@@ -388,13 +388,17 @@ class Pipeline(Loops):
                 observer.changed(self._entered.rules, self.minibatches - before)
             return self.minibatches - before
 
-        return segments(batches, ends, lambda one: self._counted(one, observers, keep), follow)
+        return segments(batches, ends, run, follow)
+
+    @property
+    def phase(self) -> int:
+        """The index of the method's phase that training has reached."""
+        moments = (then.after for phase in self._phases if (then := phase.method.then))
+        return sum(1 for _ in takewhile(self.minibatches.__ge__, moments))
 
     def _enter(self) -> None:
         with deferred():
             self._refuse_changed_flags()
-            while (then := self._phases[self.phase].method.then) and self.minibatches >= then.after:
-                self.phase += 1
             now = self._phases[self.phase]
             changes = now is not self._entered
             for stage in self._executor.stages:

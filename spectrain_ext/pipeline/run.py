@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch.autograd import profiler
 
 from spectrain_ext.errors import RankError, StageError
 from spectrain_ext.interrupts import STATE, boundary
@@ -14,15 +17,17 @@ from spectrain_ext.schedule.lowering import ORDER
 
 from .compute import Mode
 from .edges import Cursor
-from .losses import Keep, Losses, Result
-from .observer import Observer, with_observers
-from .passes import Handler
+from .losses import Keep, Losses, Result, measuring
+from .passes import Handler, in_turn
 from .phases import TrainingPhase
 from .processes import Processes
 from .stage import Stage
 from .stage_run import StageRun
 from .updates import Clipping, GlobalNorm
-from .wires import Ready, Wires
+from .wires import Wires
+
+if TYPE_CHECKING:
+    from .observer import Observer
 
 
 class Work(NamedTuple):
@@ -44,7 +49,7 @@ class _Step(NamedTuple):
     """One step of an instruction, and the handler that runs it."""
 
     kind: Kind
-    ready: Ready | None  # whether its input has arrived; None: it has no input, or blocks
+    input: Sized | None  # empty until it has arrived; None: it has none, or blocks
     run: Handler
 
 
@@ -53,24 +58,26 @@ class _Program:
 
     def __init__(self, run: Run, stage: StageRun) -> None:
         self.stage, self.cursor = stage.stage, stage.cursor
-        handlers = with_observers(run.work.observers, stage, run.handlers(stage))
-        ready = run.ready(stage)
-        self.announce = run.processes.announce(run, stage.stage)
+        handlers = run.handlers(stage)
+        if run.work.observers or profiler._is_profiler_enabled:
+            from .observer import with_observers
+
+            handlers = with_observers(run.work.observers, stage, handlers)
+        announce = run.processes.announce(run, stage.stage)
+        if announce is not None:
+            handlers = {kind: in_turn(partial(announce, kind), handlers[kind]) for kind in handlers}
         # Compute instructions that run in the same turn as the one before them: an update, and in
         # an evaluation the notice that a batch is finished.
         self.takes: tuple[Kind, ...] = (Kind.UPDATE,)
         if not stage.trains:
             self.takes = Kind.UPDATE, Kind.BACKWARD
-        self.first, self.later = (
-            {
-                kind: [
-                    _Step(each, ready.get(each), handlers[each])
-                    for each in steps(kind, handlers, run.processes.receives_block, first)
-                ]
-                for kind in ORDER
-            }
-            for first in (True, False)
-        )
+        blocks = run.processes.receives_block
+        # By kind, for each microbatch.
+        self.steps: dict[Kind, list[list[_Step]]] = {kind: [] for kind in ORDER}
+        for j, inputs in enumerate(run.inputs(stage)):
+            for kind, of_microbatches in self.steps.items():
+                kinds = steps(kind, handlers, blocks, first=j == 0)
+                of_microbatches.append([_Step(k, inputs.get(k), handlers[k]) for k in kinds])
 
 
 class Run:
@@ -102,15 +109,15 @@ class Run:
             self._norm = processes.norm()
         norms: Iterable[float | None] = [None] * len(stages) if phase is None else phase.max_norms
         for stage, max_norm in zip(stages, norms, strict=True):
+            place = work.places[stage.index]
             run = StageRun(
                 stage,
-                Cursor(work.schedule(work.places[stage.index])),
+                Cursor(work.schedule(place), place.microbatches),
                 wires.edges[stage.index],
                 work.mode,
                 minibatches=work.minibatches,
                 clipping=Clipping(max_norm, phase is not None and phase.globally),
                 norm=self._norm,
-                counted=work.counted,
             )
             self.stages.append(run)  # first, so that a failed begin is put back as well
             run.begin()
@@ -125,28 +132,29 @@ class Run:
         if wires.source is not None:
             wires.source.begin(batches, self.stages[0].compute.pass_on_end)
         if phase is not None:
-            wires.ties.begin(phase.method, phase.places)
+            for end in wires.tie_ends:
+                end.begin(phase.method, phase.places)
 
     def handlers(self, stage: StageRun) -> dict[Kind, Handler]:
         """Return what a stage does: its instructions consist of these steps."""
         steps: dict[Kind, Handler] = {}
         source = self.wires.source
-        if self.trains:
-            steps |= self.wires.ties.handlers(stage.stage.index)
         if source is not None and stage is self.stages[0]:
             steps[Kind.PULL] = source.pull
         if self.losses is not None and stage is self.stages[-1]:
             steps[Kind.LOSS] = self.losses.loss
         elif stage.edges.targets:
-            steps[Kind.MEASURE] = lambda i, j: stage.compute.measure(i, j, self.work.call)
-        return stage.handlers(steps, self.processes.handlers(self, stage))
+            steps[Kind.MEASURE] = measuring(stage, self.work.call)
+        ties = self.wires.tie_ends_at(stage.stage.index) if self.trains else ()
+        of_ties = [end.handlers() for end in ties]
+        return stage.handlers(steps, *of_ties, self.processes.handlers(self, stage))
 
-    def ready(self, stage: StageRun) -> dict[Kind, Ready]:
-        """Return what its steps wait for."""
-        ready, norm = self.wires.ready(stage.stage.index), self._norm
-        if norm is not None:
-            ready[Kind.CLIP] = ready[Kind.AGREE] = lambda i, j: norm.complete(i)
-        return ready
+    def inputs(self, stage: StageRun) -> Iterator[dict[Kind, Sized]]:
+        """Yield what its steps wait for, for each microbatch: empty until it has arrived."""
+        for inputs in self.wires.inputs(stage.stage.index):
+            if self._norm is not None:
+                inputs[Kind.CLIP] = inputs[Kind.AGREE] = self._norm
+            yield inputs
 
     # The loop. Stage k of N runs a compute instruction once its input has arrived, then stage k + 1
     # runs one, and so on, until all have finished. For a 1F1B schedule (F: forward, B: backward and
@@ -170,13 +178,13 @@ class Run:
             for _ in self._in_order(self._order, programs):
                 yield from self._finished()
             programs = []
-        results, waiting = self.results, self._waiting
+        results, waiting, in_flight = self.results, self._waiting, self.stages[0].cursor.shares
         while programs:
             progress = finished = False
             for program in programs:
                 progress |= _turn(program)
                 finished |= program.cursor.finished
-                if results or waiting:
+                if results or (waiting and waiting[0].index not in in_flight):
                     yield from self._finished()
             if finished:
                 programs = [each for each in programs if not each.cursor.finished]
@@ -227,21 +235,18 @@ class Run:
 
 def _turn(program: _Program) -> bool:
     """Run a stage's instruction, and those of the same turn, until one has to wait."""
-    cursor, announce = program.cursor, program.announce
-    progress = False
+    cursor, progress = program.cursor, False
     while cursor.current is not None or cursor.take() is not None:
         assert cursor.current is not None
         computes, i, j = cursor.current
-        program_steps = (program.later if j else program.first)[computes]
-        for step in range(cursor.step, len(program_steps)):
-            kind, ready, run = program_steps[step]
-            if ready is not None and not ready(i, j):
+        steps = program.steps[computes][j]
+        for step in range(cursor.step, len(steps)):
+            kind, waits_for, run = steps[step]
+            if waits_for is not None and not waits_for:
                 cursor.step = step
                 return progress
             if STATE.pending is not None:
                 boundary()
-            if announce is not None:
-                announce(kind, i, j)
             try:
                 run(i, j)
             except RankError:

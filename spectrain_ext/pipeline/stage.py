@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,6 @@ from spectrain_ext.weights.storage import Storage
 
 from .names import bare
 from .passes import Pass
-
-if TYPE_CHECKING:
-    from .recomputing import RecomputedBlocks
 
 NOTHING = nullcontext()
 
@@ -38,7 +35,6 @@ class Stage:
         random: its random numbers.
         passes: its copies of the pipeline's passes.
         recomputes: whether the whole forward runs again before the backward.
-        blocks: parts of the stage that run again inside the backward; None: no part.
         compute, predict: the streams.
         computed: the end of the computation issued so far.
         loaded: the end of the loads and updates issued so far.
@@ -56,7 +52,6 @@ class Stage:
         replica: int = 0,
         passes: Sequence[Pass] = (),
         recomputes: bool = False,
-        blocks: Mapping[str, nn.Module] | None = None,
     ) -> None:
         self.index, self.module, self.device, self.weights = index, module, device, weights
         self.compute = new_stream(f"compute stream of stage {index}", device)
@@ -72,11 +67,6 @@ class Stage:
         self._no_weights = Buffer(f"weights of stage {index}, which has none")
         self.random = StageRandom(index, device, replica)
         self.recomputes = recomputes
-        self.blocks: RecomputedBlocks | None = None
-        if blocks:
-            from .recomputing import RecomputedBlocks
-
-            self.blocks = RecomputedBlocks(module, blocks)
         self.guard = SaveGuard(
             "a run of this pipeline has not ended, and its stages may hold predicted weights; take "
             "the pipeline's own state_dict(), which has the true ones, or save after the loop"
@@ -156,7 +146,7 @@ class Stage:
     @property
     def skips(self) -> bool:
         """Whether a pass leaves out the update of the minibatch that the stage is finishing."""
-        return any([each.skips for each in self.passes])
+        return bool(self.passes) and any([each.skips for each in self.passes])
 
     @property
     def undone(self) -> int:

@@ -10,10 +10,9 @@ from spectrain_ext.schedule import Kind
 
 from .compute import Compute, Mode
 from .edges import Cursor, StageEdges
-from .loads import Loads
 from .passes import Handler, in_turn
 from .stage import Stage
-from .updates import Clipping, GlobalNorm, Updates
+from .updates import Clipping, GlobalNorm, Loads, Updates
 
 
 class StageRun:
@@ -40,14 +39,13 @@ class StageRun:
         minibatches: int = 0,  # of training, before this run
         clipping: Clipping | None = None,
         norm: GlobalNorm | None = None,
-        counted: bool = False,  # whether ``count`` gives the divisor of the losses in advance
     ) -> None:
         self.stage, self.cursor, self.edges, self.norm = stage, cursor, edges, norm
         self.trains, self._before = mode is Mode.TRAIN, minibatches
         self._updates: Updates | None = None
         if self.trains:
             self._updates = Updates(stage, cursor, clipping or Clipping(None, False), norm)
-        self.compute = Compute(stage, cursor, edges, mode, self._updates, counted)
+        self.compute = Compute(stage, cursor, edges, mode, self._updates)
         self._steps: list[Mapping[Kind, Handler]] = []
         self._of_passes: list[Mapping[Kind, Handler]] = []
 

@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_map_only
 
 from spectrain_ext.rng import States
-from spectrain_ext.transport import Buffer, Header, Message, Slot
+from spectrain_ext.transport import Buffer, Header, Message, Microbatches, Receiver, Slot
 from spectrain_ext.transport.message import TENSOR, flattened, tensors_in, unflattened
 
 _DESCRIBED = 200  # characters about what a module was called with
@@ -40,8 +40,12 @@ class Tape:
     output: Any  # where the backward starts: the module's output, or the loss on the last stage
     message: Message  # the output without its graph, if it goes to another stage
     arrived: Slot  # the slot of the output's gradients, or of the target on the last stage
+    # On the last stage: all targets of the minibatch and this one's, the loss's weight in that of
+    # the minibatch, and what it is a sum over.
+    targets: Targets
     target: Any
-    count: Tensor | None  # what the loss is a sum over, on the last stage
+    weight: float
+    count: Tensor | None
     rest: Callable[[], None] | None  # the second half of the backward; None: nothing is left
     # Only with recomputation: random numbers, module buffers, and the loss.
     states: States
@@ -58,9 +62,17 @@ class Tape:
 class Targets:
     """The targets of one minibatch in one receive buffer."""
 
-    def __init__(self, slot: Slot, parts: list[Any]) -> None:
-        self.slot, self.parts = slot, parts
-        self.left = len(parts)  # microbatches whose backwards have not ended
+    def __init__(self, edge: Receiver, slot: Slot) -> None:
+        value = packed(slot.message, slot.message.tensors)
+        self.parts = value if isinstance(value, Microbatches) else [value]
+        self.slot, self._edge = slot, edge
+        self._left = len(self.parts)  # microbatches whose backwards have not ended
+
+    def note_used(self) -> None:
+        """Note the end of a microbatch's backward; the last one frees the buffer."""
+        self._left -= 1
+        if not self._left:
+            self._edge.free(self.slot)
 
 
 class ModuleBuffers:
@@ -80,20 +92,20 @@ class ModuleBuffers:
 
     def __enter__(self) -> None:
         copies = {tensor: kept.clone() for tensor, kept in self._kept.items()}
-        self._now = [dict(held) for held, _ in self._original]
-        for held, original in self._original:
+        self._now = [dict(buffers) for buffers, _ in self._original]
+        for buffers, original in self._original:
             for name, tensor in original.items():
-                held[name] = None if tensor is None else copies[tensor]
+                buffers[name] = None if tensor is None else copies[tensor]
 
     def __exit__(self, *raised: object) -> None:
-        for (held, _), now in zip(self._original, self._now, strict=False):
-            held.update(now)
+        for (buffers, _), now in zip(self._original, self._now, strict=False):
+            buffers.update(now)
         self._now = []  # so that a second call does nothing
 
     def restore(self) -> None:
         """Put the values back; call this when no graph needs the buffers any more."""
-        for held, original in self._original:
-            held.update(original)
+        for buffers, original in self._original:
+            buffers.update(original)
         for tensor, value in self._kept.items():
             tensor.copy_(value)
 
@@ -155,18 +167,27 @@ def run_on(
                 value = Entry.apply(leaf)  # type: ignore[no-untyped-call]
         leaves.append(leaf)
         values.append(value)
-    return leaves, called(module, input=packed(message, values))
+    argument = values[0] if message.form == TENSOR else packed(message, values)
+    try:
+        return leaves, module(argument)
+    except Exception as error:
+        _note_values(error, input=argument)
+        raise
 
 
 def called(function: Callable[..., Any], **values: Any) -> Any:
-    """Call a module or a loss with the values; an exception gets a note about their shapes."""
     try:
         return function(*values.values())
     except Exception as error:
-        looks = tree_map_only(Tensor, lambda t: f"{t.dtype} of shape {tuple(t.shape)}", values)
-        listed = (f"{name} {str(look)[:_DESCRIBED]}" for name, look in looks.items())
-        error.add_note(f"called with {', '.join(listed)}")
+        _note_values(error, **values)
         raise
+
+
+def _note_values(error: Exception, **values: Any) -> None:
+    """Add a note about what a module or a loss was called with."""
+    looks = tree_map_only(Tensor, lambda t: f"{t.dtype} of shape {tuple(t.shape)}", values)
+    listed = (f"{name} {str(look)[:_DESCRIBED]}" for name, look in looks.items())
+    error.add_note(f"called with {', '.join(listed)}")
 
 
 def copied_out(value: Any, message: Message) -> Any:
@@ -222,14 +243,13 @@ def seeded(
 
     And the count, which is the last of the gradients if the loss is a sum, otherwise None.
     """
-    outputs, count = [output] if isinstance(output, Tensor) else [*tensors_in(output)], None
+    outputs, count = (output,) if isinstance(output, Tensor) else (*tensors_in(output),), None
     if len(gradients) > len(outputs):
         *gradients, count = gradients
-    pairs = [
-        (tensor, seed)
-        for tensor, seed in zip(outputs, gradients, strict=True)
-        if seed is not None and tensor.requires_grad
-    ]
+    pairs = []
+    for tensor, seed in zip(outputs, gradients, strict=True):
+        if seed is not None and tensor.requires_grad:
+            pairs.append((tensor, seed))
     return pairs, count
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from typing import Any
 
 from torch import Tensor
 
@@ -10,7 +11,9 @@ from spectrain_ext.method import Method, rules_at
 from spectrain_ext.schedule import Entries, Instruction, Kind, Ledger, Place, find_generator
 from spectrain_ext.transport import Buffer, Message, Receiver, Sender, Slot, Transit
 
+from .edges import Traffic
 from .names import found_as
+from .passes import Handler
 from .stage import Stage
 from .ties import Copy, TiedStages
 
@@ -29,7 +32,7 @@ class _Readings:
         """Whether the forward of a microbatch reads other weights; call it in order."""
         wanted = Instruction(Kind.FORWARD, i, j)
         for instruction in self._instructions:
-            (reading,) = self._ledger.enter((instruction,))
+            reading = self._ledger.enter(instruction)
             if instruction == wanted:
                 break
         last, self._last = self._last, reading
@@ -64,13 +67,30 @@ class Lender:
     """The end that owns the parameters: sends what its forwards read, and adds up gradients."""
 
     def __init__(
-        self, stage: Stage, tie: TiedStages, weights: Sender, gradients: Receiver | None
+        self,
+        stage: Stage,
+        copy: Stage | None,
+        tie: TiedStages,
+        weights: Sender,
+        gradients: Receiver | None,
     ) -> None:
         known = dict(stage.module.named_parameters(remove_duplicate=False))
         self._names = [m.home_name for m in tie.members]  # one may have several copies
         self._params = [known[found_as(name, known)] for name in self._names]
         self._trained = [p for p, m in zip(self._params, tie.members, strict=True) if m.trained]
         self.stage, self.tie, self.weights, self.gradients = stage, tie, weights, gradients
+        self.copy = copy  # None: it is in another process
+
+    @property
+    def arrived(self) -> Sized | None:
+        """The gradients to add, see ``Receiver``."""
+        return None if self.gradients is None else self.gradients.arrived
+
+    def handlers(self) -> dict[Kind, Handler]:
+        return {
+            Kind.SEND_TIED_WEIGHTS: self.send_weights,
+            Kind.ADD_TIED_GRADIENTS: self.add_gradients,
+        }
 
     def begin(self, method: Method, places: Sequence[Place]) -> None:
         _refuse_hooks(self.stage, zip(self._names, self._params, strict=True))
@@ -119,9 +139,14 @@ class Lender:
         stage.compute.record(stage.computed)
         self.gradients.free(slot)
 
+    def end(self) -> None:
+        """End a run: nothing is half done at this end."""
+
 
 class Borrower:
     """The end with the copies: computes with what the owner sent, and sends gradients back."""
+
+    arrived = None  # its steps wait for nothing, or block
 
     def __init__(
         self,
@@ -141,6 +166,14 @@ class Borrower:
         stage.share(self._memory)
         self._gradients_sent = Transit(stage.compute)
         self._forget()
+
+    def handlers(self) -> dict[Kind, Handler]:
+        return {
+            Kind.RECEIVE_TIED_WEIGHTS: self.receive_weights,
+            Kind.LOAD_TIED_WEIGHTS: self.load_weights,
+            Kind.FREE_TIED_WEIGHTS: self.free_weights,
+            Kind.SEND_TIED_GRADIENTS: self.send_gradients,
+        }
 
     def _forget(self) -> None:
         self._own: list[Tensor] = []  # the memory of the copies between runs
@@ -253,3 +286,38 @@ class Borrower:
             home.predict.record(home.loaded)
             self.stage.predict.wait(home.loaded)
             self.stage.predict.record(self.stage.loaded)
+
+
+def ends_of(
+    ties: Sequence[TiedStages],  # of all stages
+    copies: Sequence[Copy],
+    stages: Mapping[int, Stage],  # of this process
+    edge_of: Callable[[Traffic, int, TiedStages], Any],  # of the n-th tie: its end, or the edge
+    evaluates: bool,
+) -> list[Lender | Borrower]:
+    """Return the ends of ties that are in this process."""
+    ends: list[Lender | Borrower] = []
+    for n, tie in enumerate(ties):
+        home, copy = stages.get(tie.home), stages.get(tie.copy)
+        if evaluates and home is not None and copy is not None:
+            continue  # between runs a copy in the same process has the true weights
+        weights = edge_of(Traffic.TIED_WEIGHTS, n, tie)
+        gradients = edge_of(Traffic.TIED_GRADIENTS, n, tie) if tie.trained else None
+        if home is not None:
+            ends.append(Lender(home, copy, tie, weights, gradients))
+        if copy is not None:
+            ends.append(Borrower(copy, home, tie, copies, weights, gradients))
+    return ends
+
+
+def bring_true(ends: Sequence[Lender | Borrower]) -> None:
+    """Send the true weights to other processes: after the last instruction, or between runs."""
+    borrowers = [end for end in ends if isinstance(end, Borrower) and end.home is None]
+    for borrower in borrowers:
+        if borrower.gradients is not None:
+            borrower.gradients.end()
+    for end in ends:
+        if isinstance(end, Lender) and end.copy is None:
+            end.send_true()
+    for borrower in borrowers:
+        borrower.take_true()

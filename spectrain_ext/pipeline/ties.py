@@ -43,9 +43,9 @@ class Copy:
         if self.original is None or self.held is not self.original:
             return
         # Another pipeline made of these stages finds the tie by this.
-        said = getattr(self.module, ATTRIBUTE, {})
+        declared = getattr(self.module, ATTRIBUTE, {})
         tied = {bare(name): (self.home, bare(self.home_name)) for name in self.names}
-        setattr(self.module, ATTRIBUTE, {**said, **tied})
+        setattr(self.module, ATTRIBUTE, {**declared, **tied})
         self._put(copy.deepcopy(self.original))
         self._seen = self.original._version
 
@@ -116,14 +116,14 @@ def look_of(p: nn.Parameter) -> list[object]:
     return [list(p.shape), str(p.dtype).removeprefix("torch."), p.requires_grad]
 
 
-def check_look(member: Member, look: Sequence[object], found: Sequence[object] | None) -> None:
+def check_look(member: Member, look: Sequence[object], of_home: Sequence[object] | None) -> None:
     """Raise ValueError unless the home's parameter, None if there is none, is like the copy."""
-    if found is None:
+    if of_home is None:
         raise ValueError(f"{member}, which there is not")
-    if list(found) != list(look):
+    if list(of_home) != list(look):
         raise ValueError(
             f"{member} and must be like it: shape, dtype and requires_grad are {list(look)} here "
-            f"and {list(found)} there"
+            f"and {list(of_home)} there"
         )
 
 
@@ -136,56 +136,56 @@ def names_of(module: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 def copies_of(modules: Sequence[nn.Module], indices: Sequence[int]) -> list[Copy]:
     """Find the copies in these stages: one object in several stages, or declared by attribute."""
-    found: list[Copy] = []
+    copies: list[Copy] = []
     owners: dict[nn.Parameter, tuple[int, str, nn.Parameter]] = {}  # of originals and copies
     here = dict(zip(indices, modules, strict=True))
     for k, module in here.items():
-        said = _declared_ties(module, k)
+        declared = _declared_ties(module, k)
         for p, names in names_of(module).items():
-            place = next((said[name] for name in names if name in said), None)
+            place = next((declared[name] for name in names if name in declared), None)
             home: tuple[int, str, nn.Parameter | None] | None = owners.get(p)
             if home is None and place is not None:
                 home = (*place, None)
                 if place[0] in here:
                     there = dict(here[place[0]].named_parameters(remove_duplicate=False))
-                    its = found_as(place[1], there)
-                    if its not in there:
-                        check_look(Member(place[0], k, its, names[0], True), [], None)
-                    home = owners[there[its]]
+                    name_there = found_as(place[1], there)
+                    if name_there not in there:
+                        check_look(Member(place[0], k, name_there, names[0], True), [], None)
+                    home = owners[there[name_there]]
             if home is None:
                 owners[p] = k, names[0], p
                 continue
             home_index, home_name, original = home
-            made = Copy(k, module, names, home_index, home_name, p, original)
-            if original is None and any(each.held is p for each in found):  # has its own versions
-                made._put(copy.deepcopy(p))
+            new = Copy(k, module, names, home_index, home_name, p, original)
+            if original is None and any(each.held is p for each in copies):  # has its own versions
+                new._put(copy.deepcopy(p))
             if original is not None:
                 owners[p] = home_index, home_name, original
-                check_look(made.member, look_of(p), look_of(original))
-            found.append(made)
-    return found
+                check_look(new.member, look_of(p), look_of(original))
+            copies.append(new)
+    return copies
 
 
 def _declared_ties(module: nn.Module, k: int) -> dict[str, tuple[int, str]]:
     """Return a stage's declared ties, by the names that its parameters have now."""
-    given = getattr(module, ATTRIBUTE, {})
-    if not isinstance(given, Mapping):
+    attribute = getattr(module, ATTRIBUTE, {})
+    if not isinstance(attribute, Mapping):
         raise TypeError(
             f"stages[{k}].{ATTRIBUTE}: expected a mapping of names to (stage, name there), got "
-            f"{type(given).__name__}"
+            f"{type(attribute).__name__}"
         )
     known = dict(module.named_parameters(remove_duplicate=False))
-    found = {}
-    for name, place in given.items():
+    ties = {}
+    for name, place in attribute.items():
         match place:
-            case (int(home), str(its)) if 0 <= home < k:
-                found[found_as(name, known)] = home, its
+            case (int(home), str(name_there)) if 0 <= home < k:
+                ties[found_as(name, known)] = home, name_there
             case _:
                 raise ValueError(
                     f"stages[{k}].{ATTRIBUTE}[{name!r}]: expected (index of an earlier stage, name "
                     f"of its parameter), got {place!r}"
                 )
-    for name in found:
+    for name in ties:
         if name not in known:
             raise ValueError(f"stages[{k}].{ATTRIBUTE}: it has no parameter {name!r}")
-    return found
+    return ties

@@ -1,8 +1,9 @@
-"""Divides, clips and updates at the end of a minibatch, on the stream that loads and updates."""
+"""Loads weights, and updates them: what a stage does on its prediction stream."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -12,15 +13,83 @@ from spectrain_ext.rng import RNG_LOCK
 from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import Buffer, Event, Stream
 from spectrain_ext.weights import StageWeights
-from spectrain_ext.weights.storage import Storage
+from spectrain_ext.weights.storage import Content, Storage, VersionBuffer
 
 from .edges import Cursor
-from .loads import note_written
 from .passes import Handler
 from .stage import Stage
 
 if TYPE_CHECKING:
     from spectrain_ext.weights.versions import Update
+
+
+class Loads:
+    """Who loads: the weights of a stage, for forwards and backwards of one run."""
+
+    def __init__(self, stage: Stage, weights: StageWeights, storage: Storage) -> None:
+        self._stage, self._versions, self._storage = stage, weights.versions, storage
+
+    def handlers(self) -> dict[Kind, Handler]:
+        versions = self._versions
+        # The second half of a backward reads the weights of the first half too.
+        first_half = partial(versions.for_backward, ends=False)
+        return {
+            Kind.LOAD_FORWARD: self._loading(versions.for_forward),
+            Kind.LOAD_BACKWARD: self._loading(versions.for_backward),
+            Kind.LOAD_BACKWARD_INPUT: self._loading(first_half),
+        }
+
+    def _loading(self, read_by: Callable[[int, int], Content]) -> Handler:
+        """Return the step after which the stage computes with the weights that one reads."""
+        storage, compute = self._storage, self._stage.compute
+
+        def load(i: int, j: int) -> None:
+            content, buffer = read_by(i, j), storage.bound
+            if buffer.content != content:
+                # Write them first unless another buffer holds them.
+                buffer = self._versions.find(content) or self._written(content)
+            if not buffer.awaited:
+                assert buffer.written is not None
+                compute.wait(buffer.written)
+                buffer.awaited = True
+            if buffer is not storage.bound:
+                storage.point(buffer)
+
+        return load
+
+    def _written(self, content: Content) -> VersionBuffer:
+        stage, buffer, storage = self._stage, self._versions.room(content), self._storage
+        if buffer.read is not None:
+            stage.predict.wait(buffer.read)
+        reads = stage.optimizer_state, storage.true.memory
+        with stage.predict.using(reads=reads, writes=(buffer.memory,)):
+            storage.write(content, buffer)
+        if not stage.immediate:
+            note_written(stage, buffer)
+        return buffer
+
+
+def note_written(stage: Stage, *buffers: VersionBuffer) -> None:
+    """Record that these were written on the prediction stream, which is not the CPU's."""
+    for buffer in buffers:
+        if buffer.written is None:
+            buffer.written = stage.predict.event()
+        stage.predict.record(buffer.written)
+        buffer.awaited = False
+    stage.predict.record(stage.loaded)
+
+
+def note_read(stage: Stage) -> None:
+    """Record that computation has read the weights that the module has now."""
+    stage.compute.record(stage.computed)
+    if stage.storage is not None:
+        buffer = stage.storage.bound
+        if buffer.read is None:
+            buffer.read = stage.compute.event()
+        stage.compute.record(buffer.read)
+
+
+# Updates.
 
 
 class Clipping(NamedTuple):
@@ -68,10 +137,10 @@ class Updates:
         predict.wait(stage.computed)
         params = () if stage.weights is None else stage.weights.params
         with predict.using(reads=(stage.weight_gradients,), writes=(buffer,)):
-            own = gradient_norm(params, stage.device).double()
-            told = max([each.tells(i) for each in stage.passes], default=0.0)
-            own = torch.stack([own, torch.full_like(own, told)])
-        norm.give(i, stage.index, own, buffer, predict)
+            norm_here = gradient_norm(params, stage.device).double()
+            number = max([each.tells(i) for each in stage.passes], default=0.0)
+            norm_here = torch.stack([norm_here, torch.full_like(norm_here, number)])
+        norm.give(i, stage.index, norm_here, buffer, predict)
 
     def _clip(self, i: int, j: int) -> None:
         stage, (max_norm, globally) = self._stage, self._clipping
@@ -178,32 +247,33 @@ class GlobalNorm:
         """Whether these stages have given theirs for the current minibatch."""
         return all(stage in self._given for stage in stages)
 
-    def complete(self, i: int) -> bool:
-        return i == self._minibatch and len(self._given) == self._stages
+    def __len__(self) -> int:
+        """Return 0 until it is complete."""
+        return int(len(self._given) == self._stages)
 
     def take(self, i: int, stream: Stream, device: torch.device) -> Tensor:
         """Return the norm over all stages, computed on one stage's stream."""
-        given = self._taken(i, stream, device)
+        of_stages = self._taken(i, stream, device)
         with stream.using():
-            total: Tensor = torch.linalg.vector_norm(given[:, 0])
+            total: Tensor = torch.linalg.vector_norm(of_stages[:, 0])
         return total
 
     def told(self, i: int, stream: Stream, device: torch.device) -> float:
         """Return the largest number of all stages. Synchronizes."""
-        given = self._taken(i, stream, device)
+        of_stages = self._taken(i, stream, device)
         with stream.using():
-            return float(given[:, 1].amax())
+            return float(of_stages[:, 1].amax())
 
     def _taken(self, i: int, stream: Stream, device: torch.device) -> Tensor:
-        assert self.complete(i)
+        assert i == self._minibatch and len(self), "not complete"
         # Sorted, so that the bits do not depend on the order.
-        given = [self._given[stage] for stage in sorted(self._given)]
-        for _, _, other in given:
+        of_stages = [self._given[stage] for stage in sorted(self._given)]
+        for _, _, other in of_stages:
             written = other.event()
             other.record(written)
             stream.wait(written)
-        with stream.using(reads=[buffer for _, buffer, _ in given]):
-            norms = [norm.to(device, torch.float64, non_blocking=True) for norm, *_ in given]
+        with stream.using(reads=[buffer for _, buffer, _ in of_stages]):
+            norms = [norm.to(device, torch.float64, non_blocking=True) for norm, *_ in of_stages]
             return torch.stack(norms)
 
     def reset(self) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from itertools import accumulate, pairwise
 from operator import add
-
-import torch
 
 from spectrain_ext.codecs import Codecs, packed_bytes
 from spectrain_ext.method import (
@@ -17,19 +15,14 @@ from spectrain_ext.method import (
     Window,
     check_replicas,
     delay_under,
-    find_method,
     places_of,
     rules_at,
 )
-from spectrain_ext.optim import SGD
 from spectrain_ext.partitioning import BlockProfile, Profile
 from spectrain_ext.schedule import (
     Count,
-    Entries,
-    Kind,
     Place,
     Replicas,
-    Span,
     count_stage,
     find_generator,
     flushes,
@@ -38,12 +31,9 @@ from spectrain_ext.simulation import (
     Durations,
     simulate,
     simulate_ranks,
-    simulate_repeating,
     summarize,
 )
 from spectrain_ext.transport.message import LEAST_BYTES, MOST_BYTES, PIECES
-from spectrain_ext.weights.storage import Storage
-from spectrain_ext.weights.versions import Versions
 
 from .layers import Layers, Link
 
@@ -122,31 +112,15 @@ class Costs:
         first = self.places[0]
         #: minibatches in flight at the first stage; 0: the schedule flushes
         self.rounds = 0 if flushes(method.schedule) else -(-first.window // first.microbatches)
-        self._rules = [_rules_at(method, place) for place in self.places]
+        for place in self.places:
+            _rules_at(method, place)  # refuses places that the method does not support
         check_replicas(method, [self.places], self._replicas)
         check_shared(setting.layers.profiles[1], way.ends, way.replicas)
         speeds = setting.speeds(way.replicas) or [1.0] * stages
-        ranks = [0, *accumulate(way.replicas)]  # the first of every stage
-        self._stages: list[_StageCost] = []
-        for k, (start, end) in enumerate(pairwise((0, *way.ends))):
-            stage = _StageCost(self.blocks[start:end], speeds[k], self.places[k], way.replicas[k])
-            stage.reduced = self._reduce(stage, ranks[k])
-            self._stages.append(stage)
-        pairs = []
-        for stage, a, end in zip(self._stages, ranks, ranks[2:], strict=False):
-            # The slowest link from a stage's first device to the next one's last.
-            links, size = setting.links(a, end - 1), stage.outputs
-            pairs.append((max(links, key=lambda link: link.seconds(size)), size))
-        (self._sent, forth), (self._sent_back, back) = (
-            (
-                [link.seconds(part * size) for link, size in pairs],
-                [0.0, *(link.handling(part * size) for link, size in pairs), 0.0],
-            )
-            for part in setting.packed
-        )
-        for k, stage in enumerate(self._stages):
-            stage.forward += forth[k] + forth[k + 1]
-            stage.backward += back[k] + back[k + 1]
+        self._stages = [
+            _StageCost(self.blocks[start:end], speeds[k], self.places[k], way.replicas[k])
+            for k, (start, end) in enumerate(pairwise((0, *way.ends)))
+        ]
 
     @property
     def blocks(self) -> tuple[BlockProfile, ...]:
@@ -154,23 +128,36 @@ class Costs:
 
     @cached_property
     def durations(self) -> Durations:
-        per_byte, stages = self.setting.layers.byte_seconds / _FLOAT, self._stages
-        weights = [per_byte * stage.parameters / stage.speed for stage in stages]
-        passes = (passes_of(self.way.method, self.places[0], place) for place in self.places)
-        forward, backward, update = (
-            [each * w for each, w in zip(moved, weights, strict=True)]
-            for moved in zip(*passes, strict=True)
+        setting, stages = self.setting, self._stages
+        ranks = [0, *accumulate(self.way.replicas)]  # the first of every stage
+        pairs = []
+        for stage, first, end in zip(stages, ranks, ranks[2:], strict=False):
+            # The slowest link from a stage's first device to the next one's last.
+            links, size = setting.links(first, end - 1), stage.outputs
+            pairs.append((max(links, key=lambda link: link.seconds(size)), size))
+        (sent, forth), (sent_back, back) = (
+            (
+                [link.seconds(part * size) for link, size in pairs],
+                [0.0, *(link.handling(part * size) for link, size in pairs), 0.0],
+            )
+            for part in setting.packed
         )
+        rows = []
+        for k, stage in enumerate(stages):
+            moved = passes_of(self.way.method, self.places[0], stage.place)
+            pass_seconds = setting.layers.byte_seconds / _FLOAT * stage.parameters / stage.speed
+            load_forward, load_backward, step = (each * pass_seconds for each in moved)
+            forward = stage.forward + forth[k] + forth[k + 1]
+            backward = stage.backward + back[k] + back[k + 1]
+            update = step + self._reduce(stage, ranks[k])
+            rows.append((forward, backward, load_forward, load_backward, update))
+        names = "forward", "backward", "load_forward", "load_backward", "update"
         return Durations.of(
             len(stages),
-            forward=[stage.forward for stage in stages],
-            backward=[stage.backward for stage in stages],
-            load_forward=forward,
-            load_backward=backward,
-            update=[u + stage.reduced for u, stage in zip(update, stages, strict=True)],
-            activation=[*self._sent, 0.0],
-            gradient=[0.0, *self._sent_back],
-            inbound=self.setting.inbound,
+            **dict(zip(names, zip(*rows, strict=True), strict=True)),
+            activation=[*sent, 0.0],
+            gradient=[0.0, *sent_back],
+            inbound=setting.inbound,
         )
 
     def _reduce(self, stage: _StageCost, first: int) -> float:
@@ -211,21 +198,18 @@ class Costs:
     @cached_property
     def bound(self) -> float:
         """A lower bound on the simulated seconds per minibatch of a long run."""
-        # Without loading weights, whose cost takes a count of the schedule.
-        stages, sent, back = self._stages, self._sent, self._sent_back
-        step = STEP * self.setting.layers.byte_seconds / _FLOAT
+        d, replicas = self.durations, self.way.replicas
+        sent, back = d.activation[:-1], d.gradient[1:]
         microbatches = [place.microbatches for place in self.places]
-        once = [stage.forward + stage.backward for stage in stages]
-        work = [
-            m * o + step * stage.parameters / stage.speed + stage.reduced
-            for m, o, stage in zip(microbatches, once, stages, strict=True)
-        ]
+        turns = zip(d.load_forward, d.forward, d.load_backward, d.backward, strict=True)
+        once = [sum(turn) for turn in turns]
+        work = [m * o + u for m, o, u in zip(microbatches, once, d.update, strict=True)]
         # The busiest wire at a stage: of one direction, or the inbound one.
         ends = [0.0, *sent], [*back, 0.0], [*sent, 0.0], [0.0, *back]
         wires = map(add, *ends[:2]) if self.setting.inbound else map(max, *ends)
         bounds = [*work, *(m * seconds for m, seconds in zip(microbatches, wires, strict=True))]
         if self.setting.cores is not None:
-            all_work = sum(stage.replicas * w for stage, w in zip(stages, work, strict=True))
+            all_work = sum(r * w for r, w in zip(replicas, work, strict=True))
             bounds.append(all_work / self.setting.cores)
         if not self.rounds:
             # The earlier stages' forwards come before a stage's first microbatch, their backwards
@@ -234,62 +218,38 @@ class Costs:
                 (o + s + b for o, s, b in zip(once[:-1], sent, back, strict=True)), initial=0.0
             )
             bounds += [
-                before + m * o + step * stages[0].parameters / stages[0].speed
+                before + m * o + d.update[0]
                 for before, m, o in zip(above, microbatches, once, strict=True)
             ]
         else:
             # A window of microbatches in the time that one takes to the last stage and back.
             trip = 0.0
-            for k in reversed(range(len(stages))):
+            for k in reversed(range(len(once))):
                 trip += once[k] + (sent[k] + back[k] if k < len(sent) else 0.0)
                 bounds.append(microbatches[k] * trip / self.places[k].window)
         return max(bounds)
 
-    @property
-    def work(self) -> float:
-        d = self.durations
-        turns = zip(d.load_forward, d.forward, d.load_backward, d.backward, strict=True)
-        shares = zip(turns, d.update, self.places, self.way.replicas, strict=True)
-        return sum(
-            r * (place.microbatches * sum(turn) + update) for turn, update, place, r in shares
-        )
-
     @cached_property
     def period(self) -> float:
         """Simulated seconds per minibatch; the bound, where the run is too short to reach it."""
-        minibatches = 3 * (2 + 2 * max(1, self.rounds))
-        if self._columns:
-            count, schedule = self.places[0].microbatches, self.way.method.schedule
-            windows = [place.window for place in self.places]
-            summary = simulate_repeating(schedule, windows, count, minibatches, self.durations)
-        else:
-            summary = summarize(self.spans(minibatches))
-        return max(summary.period, self.bound)
-
-    @property
-    def _columns(self) -> bool:
-        """Whether the replicas are parallel pipelines on devices of their own."""
-        cores, ranks = self.setting.cores, self._replicas.ranks
-        return len(set(self.way.replicas)) == 1 and (cores is None or cores >= ranks)
-
-    def spans(self, minibatches: int) -> Iterator[Span]:
-        """Simulate a run; of one replica of each stage where all replicas do the same."""
-        generate, replicas = find_generator(self.way.method.schedule), self._replicas
-        if self._columns:
+        minibatches, cores = 3 * (2 + 2 * self.rounds), self.setting.cores
+        generate = find_generator(self.way.method.schedule)
+        if len(set(self.way.replicas)) == 1 and (cores is None or cores >= self._replicas.ranks):
+            # Pipelines beside one another, on devices of their own: one stands for all.
             actions = [generate(place) for place in self.places]
-            return simulate(actions, self.durations, minibatches=minibatches, rules=self._rules)
-        runs = [
-            generate(self.places[replicas.stage_and_replica(rank)[0]])
-            for rank in range(replicas.ranks)
-        ]
-        return simulate_ranks(
-            runs, self.durations, replicas, minibatches=minibatches, cores=self.setting.cores
-        )
+            spans = simulate(actions, self.durations, minibatches=minibatches)
+        else:
+            actions = [
+                generate(self.places[self._replicas.stage_and_replica(rank)[0]])
+                for rank in range(self._replicas.ranks)
+            ]
+            spans = simulate_ranks(
+                actions, self.durations, self._replicas, minibatches=minibatches, cores=cores
+            )
+        return max(summarize(spans).period, self.bound)
 
 
 class _StageCost:
-    reduced = 0.0  # seconds of summing gradients over replicas
-
     def __init__(
         self, blocks: tuple[BlockProfile, ...], speed: float, place: Place, replicas: int
     ) -> None:
@@ -309,56 +269,25 @@ def _count(method: Method, entry: Place, place: Place) -> Count:
     return count_stage(method.schedule, entry, place, _rules_at(method, place), False)
 
 
-@cache
-def _unused_optimizer() -> SGD:
-    return SGD([torch.zeros(1)], lr=0.1)
-
-
-@lru_cache(maxsize=1 << 14)
-def passes_of(method: str | Method, entry: Place, place: Place) -> tuple[float, float, float]:
+def passes_of(method: Method, entry: Place, place: Place) -> tuple[float, float, float]:
     """Return the bytes read and written per float32 parameter, as means over a steady state.
 
     They are those that load the weights of a microbatch's forward and of its backward, and those of
-    a minibatch's step with the prediction that it may write, counted with the engine's own
-    ``Versions``. ``entry`` is the place of stage 0.
+    a minibatch's step. ``entry`` is the place of stage 0.
     """
-    method = find_method(method)
-    rules, microbatches = _rules_at(method, place), place.microbatches
-    generate = find_generator(method.schedule)
-    # Of a stage without parameters, whose optimizer writes predictions.
-    storage = Storage([], _unused_optimizer(), rules, master=rules.predicts)
-    storage.predicts = True
-    versions = Versions(rules, place, Entries(generate(entry)), storage, lambda: (0.1,))
-    warm = (entry.window + place.window) // microbatches + 2
-    end = warm + max(4, warm)
-    totals = {Kind.FORWARD: 0, Kind.BACKWARD: 0, Kind.UPDATE: 0}
-    following = generate(place)
-    turn = next(following)
-    while versions.version < end:
-        then = next(following)
-        kind, i, j = turn
-        counted, moved = versions.version >= warm, 0
-        if kind is Kind.UPDATE:
-            ahead = (then.minibatch, then.microbatch) if then.kind is Kind.FORWARD else None
-            update = versions.begin_update(ahead)
-            if update.kept is not None and storage.master is None:
-                storage.true = update.kept
-            moved = STEP + 8 * (update.kept is not None) + 4 * (update.room is not None)
+    rules = _rules_at(method, place)
+    older = rules.forward_reads != "newest"
+    late = delay_under(method.schedule, entry if older else place) > 0
+    forward = backward = 0.0
+    step = STEP
+    if rules.forward_horizon or rules.lead:
+        if rules.law == "difference":
+            forward = 12.0  # reads two versions, writes the prediction
         else:
-            if kind is Kind.FORWARD:
-                wanted = versions.for_forward(i, j)
-            else:
-                wanted = versions.for_backward(i, j, kind is not Kind.BACKWARD_INPUT)
-                kind = Kind.BACKWARD  # both halves of it
-            if versions.find(wanted) is None:
-                versions.room(wanted)
-                moved = 12 if wanted.law else 8
-        if counted:
-            totals[kind] += moved
-        turn = then
-    updates = end - warm
-    return (
-        totals[Kind.FORWARD] / (updates * microbatches),
-        totals[Kind.BACKWARD] / (updates * microbatches),
-        totals[Kind.UPDATE] / updates,
-    )
+            step += 4  # writes the next forward's prediction
+    elif late and (older or rules.backward == "stash"):
+        step += 8  # copies the version that is still needed
+    if rules.backward == "predict" and 0 < rules.backward_horizon != rules.forward_horizon:
+        backward = 12.0
+    # The first microbatch loads, the others find the weights.
+    return forward / place.microbatches, backward / place.microbatches, step

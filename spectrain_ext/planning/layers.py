@@ -101,21 +101,6 @@ class Layers:
             raise ValueError(f"of a microbatch of {samples:g} samples: {error}") from error
         return replace(b, blocks=blocks)
 
-    def faster(self, times: float) -> Layers:
-        """Return the layers of devices that do everything ``times`` as fast."""
-        if not 0 < times < float("inf"):
-            raise ValueError(f"speed: expected a positive number, got {times}")
-
-        def scaled(block: BlockProfile) -> BlockProfile:
-            forward, backward = (seconds / times for seconds in block.parts)
-            return replace(block, seconds=forward + backward, forward_seconds=forward)
-
-        try:
-            small, large = (replace(p, blocks=tuple(map(scaled, p.blocks))) for p in self.profiles)
-        except ValueError as error:
-            raise ValueError(f"speed: {times:g} is too little: {error}") from error
-        return replace(self, profiles=(small, large), byte_seconds=self.byte_seconds / times)
-
 
 def measure_layers(
     model: nn.Module | Sequence[nn.Module],

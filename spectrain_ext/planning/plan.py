@@ -3,11 +3,10 @@
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib.resources import files
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from spectrain_ext.files import finite, replace_file
 from spectrain_ext.method import Method, chunks_of, find_method
 from spectrain_ext.partitioning.cut import PLAN_FORMAT
 from spectrain_ext.partitioning.profile import check_number, one_each
-from spectrain_ext.schedule import Span, flushes
+from spectrain_ext.schedule import flushes
 
 from .costs import Costs, Setting
 from .layers import Layers, Link, find_link
@@ -27,8 +26,6 @@ METHODS = (
     *("sync", "gpipe", "1f1b", "vanilla", "pipedream", "pipedream-2bw"),
     *("spectrain", "spectrain-stash", "auto"),
 )
-# Minibatches of a timeline, besides two windows of them.
-_SHOWN = 3
 
 
 class Quality(NamedTuple):
@@ -92,7 +89,6 @@ class Candidate:
         microbatches: per minibatch.
         window: None, the method's own, or ``"wide"``.
         period: simulated seconds per minibatch with its update.
-        bound: a lower bound on the period.
         throughput: simulated samples per second.
         memory: bytes per device of each stage, counted.
         delay: the most updates between a forward and its backward, counted.
@@ -113,7 +109,6 @@ class Candidate:
     microbatches: int
     window: str | None
     period: float
-    bound: float
     throughput: float
     memory: tuple[int, ...]
     delay: int
@@ -145,7 +140,7 @@ class Candidate:
         return f"st.DistributedPipeline(stage, optimizer, loss_fn, {arguments})"
 
     @property
-    def _place(self) -> tuple[Any, ...]:
+    def _rank(self) -> tuple[Any, ...]:
         """The sort key: measured ones, then those not measured, then those that did not reach."""
         soon = self.seconds_to_quality
         missed = math.isinf(soon) and self.quality is not None
@@ -190,7 +185,7 @@ class Plan:
     assumptions: tuple[str, ...]
     speeds: tuple[float, ...] | None
     memory: tuple[float, ...] | None
-    _costs: tuple[Costs, ...]
+    _layers: Layers
 
     @property
     def fastest(self) -> Candidate:
@@ -209,7 +204,7 @@ class Plan:
             candidate: the one to cut and train by; None: the first.
         """
         chosen = self.candidates[0] if candidate is None else candidate
-        costs = self._costs[self.candidates.index(chosen)]
+        microbatch = self._layers.at(self.batch / chosen.microbatches)
         candidates = [
             {
                 **asdict(each),
@@ -223,8 +218,8 @@ class Plan:
         mine = ("devices", "batch", "assumptions", "tried", "simulated", "left_out")
         content = {
             "spectrain_plan": PLAN_FORMAT,
-            "model": str(costs.setting.layers.about.get("model", "")),
-            "blocks": [asdict(block) for block in costs.blocks],  # for one of its microbatches
+            "model": str(self._layers.about.get("model", "")),
+            "blocks": [asdict(block) for block in microbatch.blocks],
             **{name: getattr(chosen, name) for name in ("ends", "split_points", "settings")},
             **{name: getattr(self, name) for name in (*mine, "speeds", "memory")},
             "link": links[0] if len(links) == 1 else links,
@@ -232,11 +227,6 @@ class Plan:
         }
         document: dict[str, Any] = finite(content)
         return document
-
-    def spans(self, candidate: Candidate) -> Iterator[Span]:
-        """Simulate the timeline of a candidate."""
-        costs = self._costs[self.candidates.index(candidate)]
-        return costs.spans(_SHOWN + 2 * costs.rounds)
 
 
 def plan(
@@ -246,8 +236,7 @@ def plan(
     link: str | float | Link | Sequence[str | float | Link],
     batch: int,
     memory: float | Sequence[float] | None = None,
-    speed: float | None = None,
-    speeds: Sequence[float] | None = None,
+    speed: float | Sequence[float] | None = None,
     replicas: int | None = None,
     cores: int | None = None,
     methods: Sequence[str | Method] = METHODS,
@@ -272,8 +261,7 @@ def plan(
             ``devices - 1`` of these, one between each two neighbours.
         batch: samples per minibatch, over all devices.
         memory: bytes per device, or one number for each; None: no limit.
-        speed: of the devices relative to the measured one; None: 1.
-        speeds: one such number for each device.
+        speed: of the devices relative to the measured one, or one number for each; None: 1.
         replicas: at most this many per stage; None: no limit. 1 plans for a single process.
         cores: that all devices share, as processes of one machine do; None: each has its own.
         methods: to compare; ``"sync"`` is data parallelism, in one stage.
@@ -308,9 +296,7 @@ def plan(
         )
     if len({one.inbound for one in links}) > 1:
         raise ValueError("link: expected one inbound wire at every device or at none, got both")
-    if speed is not None and speeds is not None:
-        raise ValueError("speed: it contradicts speeds; give one of the two")
-    paces = None if speeds is None else one_each("speeds", speeds, devices, "device")
+    speeds = None if speed is None else one_each("speed", speed, devices, "device")
     limits = None if memory is None else one_each("memory", memory, devices, "device")
     blocks = len(layers.profiles[0].blocks)
     if replicas is not None and replicas * blocks < devices:
@@ -326,29 +312,27 @@ def plan(
             raise ValueError(
                 f"methods: {method.name!r} has {chunks} stages per device, a plan has one"
             )
-    scaled = layers if speed is None else layers.faster(speed)
-    setting = Setting(scaled, links, batch, cores, state, paces, codecs)
+    setting = Setting(layers, links, batch, cores, state, speeds, codecs)
     search = Search(setting, devices, made, limits, replicas)
     prices: tuple[Callable[[Costs], float], ...] = (lambda costs: 1.0, _price)
     best = (search.best(method, price) for method in made for price in prices)
     ways = {id(costs): costs for costs in best if costs is not None}
     if not ways:
         raise ValueError(_nothing(search, devices, batch)) from search.refusal
-    pairs = ((_candidate(costs), costs) for costs in ways.values())
-    chosen = sorted(pairs, key=lambda pair: pair[0]._place)
+    candidates = sorted(map(_candidate, ways.values()), key=lambda candidate: candidate._rank)
     return Plan(
         devices,
         batch,
         links,
-        tuple(candidate for candidate, _ in chosen),
+        tuple(candidates),
         search.tried,
         search.simulated,
         search.left_out,
         search.closest[0],
-        _assumptions(layers, links, paces if speed is None else (speed,), limits, cores, codec),
-        paces,
+        _assumptions(layers, links, speeds, cores, codec),
+        speeds,
         limits,
-        tuple(costs for _, costs in chosen),
+        layers,
     )
 
 
@@ -371,7 +355,6 @@ def _candidate(costs: Costs) -> Candidate:
         way.microbatches,
         None if way.window is None else str(way.window),
         costs.period,
-        costs.bound,
         batch / costs.period if costs.period else math.inf,
         costs.memory,
         costs.delay,
@@ -379,29 +362,18 @@ def _candidate(costs: Costs) -> Candidate:
     )
 
 
-def _in_order(values: Sequence[object]) -> str:
-    """Join the values of devices, grouping equal neighbours: "2 x 24, 80"."""
-    runs = [(len([*group]), value) for value, group in groupby(values)]
-    return ", ".join(f"{count} x {value}" if count > 1 else f"{value}" for count, value in runs)
-
-
 def _assumptions(
     layers: Layers,
     links: tuple[Link, ...],
     speeds: tuple[float, ...] | None,
-    memory: tuple[float, ...] | None,
     cores: int | None,
     codec: object,
 ) -> tuple[str, ...]:
     where = ", ".join(f"{key} {value}" for key, value in layers.about.items())
     lines = [f"layer times are measured ({where or 'as the profile says'})"]
     if speeds is not None:
-        each = _in_order([f"{number:g}" for number in speeds])
-        lines.append(f"ASSUMED: devices compute {each} times as fast as that, every layer alike")
-    if memory is not None and len(set(memory)) > 1:
-        lines.append(f"devices have {_in_order([f'{size / 1e9:.4g}' for size in memory])} GB")
-    if len(links) > 1:
-        lines.append(f"links from device to device: {_in_order([link.name for link in links])}")
+        times = ", ".join(f"{number:g}" for number in dict.fromkeys(speeds))
+        lines.append(f"ASSUMED: devices compute {times} times as fast as that, every layer alike")
     for link in dict.fromkeys(links):
         source = "" if "measured" in link.name else ": published or given, not measured"
         lines.append(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, count, takewhile
+from itertools import count, takewhile
 
 from spectrain_ext.errors import unknown
 
@@ -37,23 +37,32 @@ def asynchronous(place: Place) -> Iterator[Instruction]:
     Numbers count microbatches over all minibatches: q = i*M + j. The forward of q follows the
     backward of q - window, and a minibatch's update the backward of its last microbatch.
     """
-    return chain.from_iterable(_rounds(place))
+    return _rounds(place, backward)
 
 
-def _rounds(place: Place) -> Iterator[tuple[Instruction, ...]]:
-    # All methods without a flush run this: one call per round, without helpers, for speed.
-    new, window, microbatches = tuple.__new__, place.window, place.microbatches
-    forwards, backwards, update = Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE
+def asynchronous_halves(place: Place) -> Iterator[Instruction]:
+    """``asynchronous`` with backwards in two halves and the gradient sent between them."""
+    # With forwards and halves of equal length this hides messages of half a forward each, for which
+    # ``asynchronous`` needs wider windows.
+    return _rounds(place, _both_halves)
+
+
+def _rounds(
+    place: Place, backward: Callable[[Place, int, int], Iterable[Instruction]]
+) -> Iterator[Instruction]:
+    window, microbatches = place.window, place.microbatches
     for q in range(window):
-        yield (new(Instruction, (forwards, *divmod(q, microbatches))),)
+        yield from forward(place, *divmod(q, microbatches))
     for q in count():
-        i, j = divmod(q, microbatches)
-        back = new(Instruction, (backwards, i, j))
-        ahead = new(Instruction, (forwards, *divmod(q + window, microbatches)))
-        if j < microbatches - 1:
-            yield back, ahead
-        else:
-            yield back, new(Instruction, (update, i, 0)), ahead
+        yield from backward(place, *divmod(q, microbatches))
+        yield from forward(place, *divmod(q + window, microbatches))
+
+
+def _both_halves(place: Place, i: int, j: int) -> Iterator[Instruction]:
+    yield from backward_input(place, i, j)
+    # At once: without a flush there is no time to fill, and waiting would only make the weights of
+    # later forwards older.
+    yield from backward_weights(place, i, j)
 
 
 def flushing(place: Place) -> Iterator[Instruction]:
@@ -98,21 +107,6 @@ def zero_bubble(place: Place) -> Iterator[Instruction]:
                 yield from backward_weights(place, i, q - ahead - behind)
             if q < microbatches:
                 yield from forward(place, i, q)
-
-
-def asynchronous_halves(place: Place) -> Iterator[Instruction]:
-    """``asynchronous`` with backwards in two halves and the gradient sent between them."""
-    # With forwards and halves of equal length this hides messages of half a forward each, for which
-    # ``asynchronous`` needs wider windows.
-    for instruction in asynchronous(place):
-        kind, i, j = instruction
-        if kind is Kind.BACKWARD:
-            yield from backward_input(place, i, j)
-            # At once: without a flush there is no time to fill, and waiting would only make the
-            # weights of later forwards older.
-            yield Instruction(Kind.BACKWARD_WEIGHTS, i, j)
-        else:
-            yield instruction
 
 
 GENERATORS: dict[str, Generator] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from .place import Place
 
@@ -83,42 +83,6 @@ class Instruction(NamedTuple):
         return f"{self.kind.value} of minibatch {self.minibatch}{microbatch}"
 
 
-#: A stage's computations, and its copies to either neighbour; a lane does one thing at a time.
-Lane = Literal["compute", "to next", "to previous"]
-
-
-class Span(NamedTuple):
-    """One action of a stage, from start to end.
-
-    Attributes:
-        stage: the stage.
-        lane: what is busy: ``"compute"``, ``"to next"`` or ``"to previous"``.
-        kind: a forward, backward, update or send, or a load if loads take time.
-        minibatch: the minibatch.
-        microbatch: the microbatch.
-        start: when it begins, in the unit of the durations; 0 for the first.
-        end: when it ends.
-        version: updates in the weights that it reads, or that an update has made; None for a send.
-        horizon: by how many updates these weights are predicted ahead.
-
-    Example:
-        >>> from spectrain_ext.simulation import Durations, simulate, streams
-        >>> span = next(simulate(streams("1f1b-async", [1]), Durations.of(1), minibatches=2))
-        >>> span.kind.value, span.start, span.end, span.version
-        ('forward', 0.0, 1.0, 0)
-    """
-
-    stage: int
-    lane: Lane
-    kind: Kind
-    minibatch: int
-    microbatch: int
-    start: float
-    end: float
-    version: int | None
-    horizon: int = 0
-
-
 class ScheduleError(ValueError):
     """A schedule that cannot run, or that would compute something wrong.
 
@@ -146,7 +110,7 @@ def forward(place: Place, i: int, j: int) -> tuple[Instruction, ...]:
         >>> [str(each) for each in forward(Place(0, 2, 2), 3, 0)]
         ['forward of minibatch 3, microbatch 0']
     """
-    return (_new(Instruction, (_FORWARD, i, j)),)
+    return (Instruction(Kind.FORWARD, i, j),)
 
 
 def backward(place: Place, i: int, j: int) -> tuple[Instruction, ...]:
@@ -157,8 +121,7 @@ def backward(place: Place, i: int, j: int) -> tuple[Instruction, ...]:
         >>> [str(each) for each in backward(Place(0, 2, 2), 3, 0)]
         ['backward of minibatch 3, microbatch 0', 'update of minibatch 3']
     """
-    one = _new(Instruction, (_BACKWARD, i, j))
-    return (one, _new(Instruction, (_UPDATE, i, 0))) if j == place[3] - 1 else (one,)
+    return _ending(place, Instruction(Kind.BACKWARD, i, j))
 
 
 def backward_input(place: Place, i: int, j: int) -> tuple[Instruction, ...]:
@@ -169,7 +132,7 @@ def backward_input(place: Place, i: int, j: int) -> tuple[Instruction, ...]:
         >>> [str(each) for each in backward_input(Place(0, 2, 2), 3, 0)]
         ['backward of the input of minibatch 3, microbatch 0']
     """
-    return (_new(Instruction, (_BACKWARD_INPUT, i, j)),)
+    return (Instruction(Kind.BACKWARD_INPUT, i, j),)
 
 
 def backward_weights(place: Place, i: int, j: int) -> tuple[Instruction, ...]:
@@ -180,11 +143,9 @@ def backward_weights(place: Place, i: int, j: int) -> tuple[Instruction, ...]:
         >>> [each.kind.name for each in backward_weights(Place(0, 2, 2), 3, 0)]
         ['BACKWARD_WEIGHTS', 'UPDATE']
     """
-    one = _new(Instruction, (_BACKWARD_WEIGHTS, i, j))
-    return (one, _new(Instruction, (_UPDATE, i, 0))) if j == place[3] - 1 else (one,)
+    return _ending(place, Instruction(Kind.BACKWARD_WEIGHTS, i, j))
 
 
-# Plain names without keyword matching halve the time to make an instruction.
-_new = tuple.__new__
-_FORWARD, _BACKWARD, _UPDATE = Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE
-_BACKWARD_INPUT, _BACKWARD_WEIGHTS = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS
+def _ending(place: Place, backward: Instruction) -> tuple[Instruction, ...]:
+    _, i, j = backward
+    return (backward, Instruction(Kind.UPDATE, i)) if j == place.microbatches - 1 else (backward,)

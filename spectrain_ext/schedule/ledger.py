@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -52,8 +50,7 @@ _MISSING = (-1, -1)
 class Ledger(Reader[Pair]):
     """Follows one stage's instructions, checks them, and returns the weights that each reads.
 
-    Its memory does not grow with the length of the run. ``heirs`` are the entries of other stages,
-    which stage 0 notifies of its versions.
+    Its memory does not grow with the length of the run.
     """
 
     def __init__(
@@ -67,82 +64,73 @@ class Ledger(Reader[Pair]):
         master: bool = False,  # whether the true weights have a wider dtype, and so a buffer
     ) -> None:
         super().__init__(rules, microbatches, entries)
-        self.count = Count()
-        self.heirs: Sequence[Entries] = ()
         self._stage = stage
         self._master = master or rules.has_master
         # Parameters can point at it, unless it has another dtype.
         self._reads_master = self.retains and rules.has_master and not master
         self._besides = int(self._master) + int(rules.keeps_before)
-        # Nothing is kept for later and the horizon is known: the fast path of most schedules.
-        self._plain = (
-            self._reads_newest
-            and self._horizon is not None
-            and not (self._stashes or rules.once or self._by_step)
-        )
-        self.count.versions = 1 + self._besides
-        if self._plain and self.retains:  # the forward's and the backward's
-            ahead = {self._horizon, self._backward_horizon}
-            self.count.versions += len(ahead - {0} if self._reads_master else ahead) > 1
+        self.count = Count(versions=1 + self._besides)
         self._window = window
         self._microbatches = microbatches
         # The weights each microbatch read, None after its backward; removed by the update.
         self._forwards: dict[tuple[int, int], Pair | None] = {}
         self._halved: set[tuple[int, int]] = set()  # whose second half is missing
-        self._flying = 0
+        self._in_flight_now = 0
         self._latest = 0  # the version that the last forward read; older ones are dropped
         self._copied = -1  # the newest version that an instruction has read
 
     def _weights(self, version: int, horizon: int = 0, by_step: bool = False) -> Pair:
         return version, horizon
 
-    def enter(self, run: Iterable[Instruction]) -> list[Pair]:
-        """Return what each of the next instructions reads; for an update, what version it makes."""
-        # Schedules have millions of instructions: this loop avoids calls.
-        count, forwards, plain, halved = self.count, self._forwards, self._plain, self._halved
-        delays = count.delays
-        ahead, backward_ahead = self._horizon or 0, self._backward_horizon
-        most = self._microbatches or sys.maxsize
-        updates, peak, flying = self.version, count.in_flight, self._flying
-        readings: list[Pair] = []
-        for turn in run:
-            kind, i, j = turn
-            if kind is _FORWARD:
-                if i < updates or j >= most or (i, j) in forwards:
-                    raise self._unexpected(turn)
-                reading = (updates, ahead) if plain else self._read(turn)
-                forwards[i, j] = reading
-                flying += 1
-                if flying > peak:
-                    self._check_window(turn, flying)
-                    peak = count.in_flight = flying
-            elif kind is _UPDATE:
-                self._check_update(turn)
-                self.updated()
-                if self.written is not None:  # in addition to what backwards still need
-                    self._count_versions(self.written)
-                count.updates = updates = self.version
-                reading = (updates, 0)
-            else:
-                read = forwards.get((i, j))
-                if read is None:
-                    raise self._unexpected(turn)
-                ends = True
-                if kind is not _BACKWARD or halved:
-                    ends = self._check_half(turn)
-                if ends:
-                    forwards[i, j] = None
-                    flying -= 1
-                    delay = updates - read[0]
-                    delays[delay] = delays.get(delay, 0) + 1
-                reading = (updates, backward_ahead) if plain else self.for_backward(i, j, ends)
-                if not plain:
-                    # The step writes second-order predictions; backwards predict linearly.
-                    linear = self._by_step and not self._stashes
-                    self._count_versions((*reading, "linear") if linear else reading)
-            readings.append(reading)
-        self._flying = flying
-        return readings
+    def enter(self, turn: Instruction) -> Pair:
+        """Return what the next instruction reads; for an update, what version it makes."""
+        kind, i, j = turn
+        if kind is _FORWARD:
+            return self._enter_forward(turn)
+        if kind is _UPDATE:
+            self._check_update(turn)
+            self.updated()
+            if self.written is not None:  # in addition to what backwards still need
+                self._count_versions(self.written)
+            self.count.updates = self.version
+            return self.version, 0
+        forward = self._forwards.get((i, j))
+        if forward is None:
+            raise self._unexpected(turn)
+        ends = self._check_half(turn)
+        if ends:
+            self._forwards[i, j] = None
+            self._in_flight_now -= 1
+            delay = self.version - forward[0]
+            self.count.delays[delay] = self.count.delays.get(delay, 0) + 1
+        reading = self.for_backward(i, j, ends)
+        # The step writes second-order predictions; backwards predict linearly.
+        linear = self._by_step and not self._stashes
+        self._count_versions((*reading, "linear") if linear else reading)
+        return reading
+
+    def _enter_forward(self, turn: Instruction) -> Pair:
+        _, i, j = turn
+        most = self._microbatches
+        if i < self.version or (most is not None and j >= most) or (i, j) in self._forwards:
+            raise self._unexpected(turn)
+        self._in_flight_now += 1
+        if self._window is not None and self._in_flight_now > self._window:
+            reason = f"the window allows {self._window} microbatches in flight, this is one more"
+            raise ScheduleError(self._stage, turn, reason)
+        self.count.in_flight = max(self.count.in_flight, self._in_flight_now)
+        reading = self.for_forward(i, j)
+        version, now, latest = reading[0], self.version, self._latest
+        if version > now:
+            reason = f"reads version {version} after {now} updates: the window is too wide for that"
+            raise ScheduleError(self._stage, turn, reason)
+        if version < latest:
+            reason = f"reads version {version}, dropped when version {latest} was read"
+            raise ScheduleError(self._stage, turn, reason)
+        self._latest = version
+        self._forwards[i, j] = reading
+        self._count_versions(reading)
+        return reading
 
     def close(self, minibatches: int | None = None) -> Count:
         """End the stage's instructions and return their count."""
@@ -172,11 +160,6 @@ class Ledger(Reader[Pair]):
         else:
             reason = "expected its forward before it"
         return ScheduleError(self._stage, turn, reason)
-
-    def _check_window(self, turn: Instruction, flying: int) -> None:
-        if self._window is not None and flying > self._window:
-            reason = f"the window allows {self._window} microbatches in flight, this is one more"
-            raise ScheduleError(self._stage, turn, reason)
 
     def _check_half(self, turn: Instruction) -> bool:
         """Whether the backward ends here: a whole one, or the second half after the first."""
@@ -212,25 +195,6 @@ class Ledger(Reader[Pair]):
                 raise ScheduleError(self._stage, turn, f"expected {needed} before it")
             j += 1
 
-    # Weights.
-
-    def _read(self, turn: Instruction) -> Pair:
-        _, i, j = turn
-        if self.rules.forward_reads == "entry":
-            for entries in self.heirs:
-                entries.note(i, j, self.version)
-        reading = self.for_forward(i, j)
-        version, now, latest = reading[0], self.version, self._latest
-        if version > now:
-            reason = f"reads version {version} after {now} updates: the window is too wide for that"
-            raise ScheduleError(self._stage, turn, reason)
-        if version < latest:
-            reason = f"reads version {version}, dropped when version {latest} was read"
-            raise ScheduleError(self._stage, turn, reason)
-        self._latest = version
-        self._count_versions(reading)
-        return reading
-
     def _count_versions(self, loaded: tuple[Any, ...]) -> None:
         """Count everything that exists while ``loaded`` is in use."""
         now = self.version, 0
@@ -263,5 +227,6 @@ def count_stage(
     # Two windows and six minibatches reach any schedule's steady state.
     enough = (entry.window + place.window) // microbatches + 6
     end = Instruction(_UPDATE, enough)
-    ledger.enter(takewhile(end.__ne__, bounded(generate(place), place.stage)))
+    for turn in takewhile(end.__ne__, bounded(generate(place), place.stage)):
+        ledger.enter(turn)
     return ledger.count

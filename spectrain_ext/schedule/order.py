@@ -8,86 +8,15 @@ from itertools import tee
 
 from .generators import Generator, bounded
 from .instructions import Instruction, Kind, ScheduleError
-from .ledger import Count, Ledger, Pair
+from .ledger import Count, Ledger
 from .place import Place
 from .reading import Entries, Rules
 
 _FORWARD, _UPDATE, _WEIGHTS = Kind.FORWARD, Kind.UPDATE, Kind.BACKWARD_WEIGHTS
-_RUN = 4096  # instructions after which a stage lets the others continue
 _ALONE = frozenset((_UPDATE, _WEIGHTS))  # they neither receive nor send
 # Among what a device can begin at once: updates first, what no stage waits for last.
 _RANKS = {_UPDATE: 0, _WEIGHTS: 3}
 _NEVER = float("inf")
-
-
-class _Stage:
-    def __init__(self, instructions: Iterator[Instruction], last: bool, first: bool) -> None:
-        self.instructions = instructions
-        self.activations: deque[Instruction] | None = None if first else deque()
-        self.gradients: deque[Instruction] | None = None if last else deque()
-        self.waiting: Instruction | None = None
-
-
-def interleave(
-    schedules: Sequence[Iterable[Instruction]], minibatches: int | None = None
-) -> Iterator[tuple[int, list[Instruction]]]:
-    """Yield all stages' instructions in a possible order, as (stage, some of them)."""
-    n = len(schedules)
-    stages = [_Stage(bounded(schedules[k], k, minibatches), k == n - 1, k == 0) for k in range(n)]
-    # Down and up: activations travel the whole way in one sweep, and so do gradients. The order
-    # does not affect what can run: a schedule that ends here ends on any machine.
-    sweep = [*range(n), *range(n - 2, 0, -1)]
-    progress = True
-    while progress:
-        progress = False
-        for k in sweep:
-            run = _advance(stages, k)
-            if run:
-                progress = True
-                yield k, run
-    for k, stage in enumerate(stages):
-        if stage.waiting is not None:
-            raise _stuck(stages, k, stage.waiting)
-    for k, stage in enumerate(stages):
-        for edge, kind in (
-            (stage.activations, Kind.RECEIVE_ACTIVATION),
-            (stage.gradients, Kind.RECEIVE_GRADIENT),
-        ):
-            if edge:
-                missing = Instruction(kind, *edge[0][1:])
-                raise ScheduleError(k, missing, "missing: it has been sent")
-
-
-def _advance(stages: list[_Stage], k: int) -> list[Instruction]:
-    stage = stages[k]
-    to_next = stages[k + 1].activations if stage.gradients is not None else None
-    to_previous = stages[k - 1].gradients if stage.activations is not None else None
-    activations, gradients, following = stage.activations, stage.gradients, stage.instructions
-    run: list[Instruction] = []
-    instruction = stage.waiting or next(following, None)
-    stage.waiting = None
-    while instruction is not None:
-        kind = instruction[0]
-        if kind is not _UPDATE and kind is not _WEIGHTS:
-            if kind is _FORWARD:
-                inputs, outputs = activations, to_next
-            else:
-                inputs, outputs = gradients, to_previous
-            if inputs is not None:
-                if not inputs:
-                    stage.waiting = instruction
-                    return run
-                sent = inputs.popleft()
-                # one of the two may have halves
-                if sent != instruction and sent[1:] != instruction[1:]:
-                    raise _out_of_order(k, instruction, sent)
-            if outputs is not None:
-                outputs.append(instruction)
-        run.append(instruction)
-        if len(run) >= _RUN:
-            return run
-        instruction = next(following, None)
-    return run
 
 
 def receive(instruction: Instruction) -> Instruction:
@@ -100,44 +29,22 @@ def _sender(k: int, instruction: Instruction) -> int:
     return k - 1 if instruction.kind is _FORWARD else k + 1
 
 
-def _out_of_order(k: int, instruction: Instruction, sent: Instruction) -> ScheduleError:
-    return ScheduleError(
-        k,
-        receive(instruction),
-        f"stage {_sender(k, instruction)} sends minibatch {sent.minibatch}, microbatch "
-        f"{sent.microbatch} before it or instead of it",
-    )
-
-
-def _stuck(stages: list[_Stage], k: int, instruction: Instruction) -> ScheduleError:
-    """Return why stage k waits forever: the stage at the end of the chain of waiting ones."""
-    sender = _sender(k, instruction)
-    other = stages[sender].waiting
-    if other is None:
-        reason = f"stage {sender} ends without sending it"
-    elif _sender(sender, other) != k:
-        return _stuck(stages, sender, other)
-    else:
-        reason = (
-            f"a deadlock: stage {sender}, which sends it, waits at {receive(other)}, which stage "
-            f"{k} sends later"
-        )
-    return ScheduleError(k, receive(instruction), reason)
-
-
-# Several stages on one device.
-
-
 def device_order(
     actions: Sequence[Iterable[Instruction]],
     device_of: Sequence[int],
     minibatches: int | None = None,
-) -> list[Iterator[tuple[int, Instruction]]]:
-    """Return what every device does in turn, as lazy iterators of (stage, instruction).
+) -> Iterator[tuple[int, Instruction]]:
+    """Yield what devices do, lazily as (stage, instruction), in an order without deadlocks.
 
-    Each device's order is part of one order of all instructions in which everything that an
-    instruction waits for comes before it. Devices that follow it cannot deadlock, for any
-    durations. It is the same on every machine.
+    Everything that an instruction waits for comes before it, so devices that follow the order of
+    their own stages' instructions cannot deadlock, for any durations. It is the same on every
+    machine, and devices do not idle without need: a forward, a backward and a half take one unit of
+    time, an update and a message none. A device runs what can begin first. Ties: an update first
+    and the second half of a backward last; between them a forward after a backward and a backward
+    after a forward; then the oldest round of as many microbatches as devices; then a forward of the
+    first stage or a backward of the last. Interleaved 1F1B comes out in Megatron-LM's order, except
+    that from three chunks and four devices on Megatron-LM waits for some forwards where these
+    devices do a backward and end at the same time.
 
     Args:
         actions: per stage; finite, or endless with ``minibatches``.
@@ -150,52 +57,26 @@ def device_order(
 
     Example:
         >>> from spectrain_ext.simulation import device_order, streams
-        >>> (only,) = device_order(streams("1f1b", [2, 1]), [0, 0], minibatches=1)
-        >>> [(stage, each.kind.value) for stage, each in only][:3]
+        >>> order = device_order(streams("1f1b", [2, 1]), [0, 0], minibatches=1)
+        >>> [(stage, each.kind.value) for stage, each in order][:3]
         [(0, 'forward'), (1, 'forward'), (1, 'backward')]
-    """
-    # A caller that reads only one device drops the other copies, which then buffer nothing.
-    copies = tee(one_by_one(actions, device_of, minibatches), 1 + max(device_of, default=-1))
-    return [_of_device(copy, d, device_of) for d, copy in enumerate(copies)]
-
-
-def _of_device(
-    order: Iterator[tuple[int, Instruction]], d: int, device_of: Sequence[int]
-) -> Iterator[tuple[int, Instruction]]:
-    return (at for at in order if device_of[at[0]] == d)
-
-
-def one_by_one(
-    actions: Sequence[Iterable[Instruction]],
-    device_of: Sequence[int],
-    minibatches: int | None = None,
-) -> Iterator[tuple[int, Instruction]]:
-    """Yield the instructions of all stages as devices that never idle without need begin them.
-
-    A forward, a backward and a half take one unit of time, an update and a message none. A device
-    runs what can begin first. Ties: an update first and the second half of a backward last; between
-    them a forward after a backward and a backward after a forward; then the oldest round of as many
-    microbatches as devices; then a forward of the first stage or a backward of the last.
-    Interleaved 1F1B comes out in Megatron-LM's order, except that from three chunks and four
-    devices on Megatron-LM waits for some forwards where these devices do a backward and end at the
-    same time.
     """
     n = len(actions)
     if len(device_of) != n:
         raise ValueError(f"device_of: expected one device per stage, {n}, got {len(device_of)}")
     following = [bounded(actions[k], k, minibatches) for k in range(n)]
     heads = [next(stage, None) for stage in following]
-    # What was sent to each stage and when it arrives: gradients, activations.
-    inboxes: tuple[list[deque[tuple[Instruction, int]]], ...] = (
+    # In each of these pairs, backwards are at index False and forwards at True.
+    inboxes: tuple[list[deque[tuple[Instruction, int]]], ...] = (  # with the time of arrival
         [deque() for _ in range(n)],
         [deque() for _ in range(n)],
     )
+    done = [0] * n, [0] * n
     sources, ends = (n - 1, 0), (0, n - 1)  # stages that receive none; that send none
     devices = 1 + max(device_of, default=-1)
     stages_of = [[k for k in range(n) if device_of[k] == d] for d in range(devices)]
     free = [0] * devices
-    done = [0] * n, [0] * n
-    went_ahead = [False] * devices
+    went_ahead = [False] * devices  # whether the last one was a forward
 
     def choice(d: int) -> tuple[float, int, int, int, int]:
         """Return when a device can begin something, and of which stage."""
@@ -221,17 +102,21 @@ def one_by_one(
         turn = heads[k]
         if start == _NEVER or turn is None:
             break
+        d, ahead = device_of[k], turn.kind is _FORWARD
+        if turn.kind not in _ALONE and k != sources[ahead]:
+            sent, _ = inboxes[ahead][k].popleft()
+            if sent[1:] != turn[1:]:  # one of the two may have halves
+                reason = (
+                    f"stage {_sender(k, turn)} sends minibatch {sent.minibatch}, microbatch "
+                    f"{sent.microbatch} before it or instead of it"
+                )
+                raise ScheduleError(k, receive(turn), reason)
         yield k, turn
         heads[k] = next(following[k], None)
-        d, ahead = device_of[k], turn.kind is _FORWARD
         if turn.kind is not _UPDATE:
             free[d], went_ahead[d] = int(start) + 1, ahead
         if turn.kind not in _ALONE:
             done[ahead][k] += 1
-            if k != sources[ahead]:
-                sent, _ = inboxes[ahead][k].popleft()
-                if sent[1:] != turn[1:]:
-                    raise _out_of_order(k, turn, sent)
             if k != ends[ahead]:
                 to = k + 1 if ahead else k - 1
                 inboxes[ahead][to].append((turn, free[d]))
@@ -240,44 +125,54 @@ def one_by_one(
         choices[d] = choice(d)
     for k, turn in enumerate(heads):
         if turn is not None:
-            raise ScheduleError(k, receive(turn), "never arrives: no device can go on")
+            raise _stuck(heads, k, turn)
+    for inboxes_of_kind in inboxes:
+        for k, inbox in enumerate(inboxes_of_kind):
+            if inbox:
+                raise ScheduleError(k, receive(inbox[0][0]), "missing: it has been sent")
+
+
+def _stuck(heads: Sequence[Instruction | None], k: int, waits: Instruction) -> ScheduleError:
+    """Return why stage k waits forever: the stage at the end of the chain of waiting ones."""
+    sender = _sender(k, waits)
+    other = heads[sender]
+    if other is None:
+        reason = f"stage {sender} ends without sending it"
+    elif _sender(sender, other) != k:
+        return _stuck(heads, sender, other)
+    else:
+        reason = (
+            f"a deadlock: stage {sender}, which sends it, waits at {receive(other)}, which stage "
+            f"{k} sends later"
+        )
+    return ScheduleError(k, receive(waits), reason)
 
 
 # Checks and counts.
 
 
 def open_ledgers(
-    stages: int,
+    actions: Sequence[Iterable[Instruction]],
     rules: Sequence[Rules] | None = None,
     windows: Sequence[int] | None = None,
     microbatches: int | None = None,
-) -> list[Ledger]:
-    """Return a ledger per stage; without rules all read the newest weights."""
+) -> tuple[list[Iterable[Instruction]], list[Ledger]]:
+    """Return the actions and a ledger per stage; without rules all read the newest weights."""
+    n = len(actions)
     for name, values in (("rules", rules), ("windows", windows)):
-        if values is not None and len(values) != stages:
-            raise ValueError(f"{name}: expected one per stage, {stages}, got {len(values)}")
-    rules = [Rules()] * stages if rules is None else rules
-    entries = [Entries() for _ in range(stages)]
-    most = [None] * stages if windows is None else windows
-    ledgers = [
-        Ledger(k, rules[k], window=most[k], microbatches=microbatches, entries=entries[k])
-        for k in range(stages)
+        if values is not None and len(values) != n:
+            raise ValueError(f"{name}: expected one per stage, {n}, got {len(values)}")
+    rules = [Rules()] * n if rules is None else rules
+    actions, most = list(actions), [None] * n if windows is None else windows
+    entries: dict[int, Entries] = {}
+    for k, rule in enumerate(rules):
+        if rule.forward_reads == "entry":
+            actions[0], copy = tee(actions[0])
+            entries[k] = Entries(copy)
+    return actions, [
+        Ledger(k, rules[k], window=most[k], microbatches=microbatches, entries=entries.get(k))
+        for k in range(n)
     ]
-    if ledgers:
-        ledgers[0].heirs = [entries[k] for k in range(stages) if rules[k].forward_reads == "entry"]
-    return ledgers
-
-
-def follow(
-    order: Iterable[tuple[int, list[Instruction]]],
-    ledgers: Sequence[Ledger],
-    minibatches: int | None = None,
-) -> Iterator[tuple[int, list[Instruction], list[Pair]]]:
-    """Yield (stage, instructions, what they read), of one stage after another as they run."""
-    for k, run in order:
-        yield k, run, ledgers[k].enter(run)
-    for ledger in ledgers:
-        ledger.close(minibatches)
 
 
 def validate(
@@ -317,9 +212,10 @@ def validate(
         >>> [max(count.delays) for count in counts]
         [2, 1, 0]
     """
-    ledgers = open_ledgers(len(actions), rules, windows, microbatches)
-    deque(follow(interleave(actions, minibatches), ledgers, minibatches), maxlen=0)
-    return [ledger.count for ledger in ledgers]
+    actions, ledgers = open_ledgers(actions, rules, windows, microbatches)
+    for k, instruction in device_order(actions, range(len(actions)), minibatches):
+        ledgers[k].enter(instruction)
+    return [ledger.close(minibatches) for ledger in ledgers]
 
 
 def check_generator(generate: Generator, places: Sequence[Place]) -> None:

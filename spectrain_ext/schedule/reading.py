@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import exp
 from typing import Any, Generic, Literal, TypeVar
@@ -100,35 +100,27 @@ class Entries:
     """The version that stage 0 has when each microbatch enters, for one stage's forwards."""
 
     def __init__(self, actions: Iterable[Instruction] = ()) -> None:
-        self.following = 0  # the next forward's version, or, until it is known, this one's
-        # Read lazily; without any, stage 0 calls ``note``.
-        self._actions = iter(actions)
-        self._updates = 0
-        self._known: deque[tuple[int, int, int]] = deque()
-
-    def note(self, i: int, j: int, version: int) -> None:
-        self._known.append((i, j, version))
+        self._versions = _versions_at_forwards(actions)  # lazily
+        self._next: tuple[int, int, int] | None = None
+        self.following = 0  # the version of the forward after the one that was taken
 
     def take(self, i: int, j: int) -> int:
         """Return the version of a microbatch; small minibatches skip some of the schedule's."""
-        known = self._known
-        while True:
-            if not known:
-                self._read_on()
-            at_i, at_j, version = known.popleft()
-            if at_i == i and at_j == j:
-                break
-        if not known:
-            self._read_on()
-        self.following = known[0][2] if known else version
-        return version
+        entry = self._next or next(self._versions)
+        while entry[:2] != (i, j):
+            entry = next(self._versions)
+        self._next = next(self._versions, None)
+        self.following = (self._next or entry)[2]
+        return entry[2]
 
-    def _read_on(self) -> None:
-        for kind, i, j in self._actions:
-            if kind is Kind.FORWARD:
-                self._known.append((i, j, self._updates))
-                return
-            self._updates += kind is Kind.UPDATE
+
+def _versions_at_forwards(actions: Iterable[Instruction]) -> Iterator[tuple[int, int, int]]:
+    """Yield the minibatch, the microbatch and the number of updates before each forward."""
+    updates = 0
+    for kind, i, j in actions:
+        if kind is Kind.FORWARD:
+            yield i, j, updates
+        updates += kind is Kind.UPDATE
 
 
 #: A key for weights: the version and how it is predicted, false if it is not.

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import count
 
-from spectrain_ext.schedule import Instruction, Kind, Replicas, ScheduleError, Span, bounded
+from spectrain_ext.schedule import Instruction, Kind, Replicas, ScheduleError, bounded
 from spectrain_ext.schedule.order import receive
 
-from .timing import LOADS, SENDS, Durations, takes_of
+from .timing import LOADS, SENDS, Durations, Span, takes_of
 
 _NEVER = float("inf")
 _Message = tuple[int, bool, int, int]  # receiving rank, whether forward, minibatch, microbatch

@@ -6,18 +6,17 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import sub
+from typing import Literal, NamedTuple
 
 from spectrain_ext.schedule import (
     Generator,
     Instruction,
     Kind,
-    Lane,
     Place,
     Rules,
-    Span,
     find_generator,
 )
-from spectrain_ext.schedule.order import follow, interleave, one_by_one, open_ledgers
+from spectrain_ext.schedule.order import device_order, open_ledgers
 
 PerStage = float | Sequence[float]
 _LONGEST = 1e100  # sums and products of such durations stay finite
@@ -149,6 +148,42 @@ def _per_stage(name: str, value: PerStage, stages: int) -> tuple[float, ...]:
     return values
 
 
+#: A stage's computations, and its copies to either neighbour; a lane does one thing at a time.
+Lane = Literal["compute", "to next", "to previous"]
+
+
+class Span(NamedTuple):
+    """One action of a stage, from start to end.
+
+    Attributes:
+        stage: the stage.
+        lane: what is busy: ``"compute"``, ``"to next"`` or ``"to previous"``.
+        kind: a forward, backward, update or send, or a load if loads take time.
+        minibatch: the minibatch.
+        microbatch: the microbatch.
+        start: when it begins, in the unit of the durations; 0 for the first.
+        end: when it ends.
+        version: updates in the weights that it reads, or that an update has made; None for a send.
+        horizon: by how many updates these weights are predicted ahead.
+
+    Example:
+        >>> from spectrain_ext.simulation import Durations, simulate, streams
+        >>> span = next(simulate(streams("1f1b-async", [1]), Durations.of(1), minibatches=2))
+        >>> span.kind.value, span.start, span.end, span.version
+        ('forward', 0.0, 1.0, 0)
+    """
+
+    stage: int
+    lane: Lane
+    kind: Kind
+    minibatch: int
+    microbatch: int
+    start: float
+    end: float
+    version: int | None
+    horizon: int = 0
+
+
 @dataclass(frozen=True)
 class Summary:
     """The result of a simulation.
@@ -211,32 +246,29 @@ def simulate(
     n = len(actions)
     if len(durations.forward) != n:
         raise ValueError(f"durations: expected {n} stages, got {len(durations.forward)}")
-    ledgers = open_ledgers(n, rules)
     device_of = devices or range(n)
+    actions, ledgers = open_ledgers(actions, rules)
     free = [0.0] * (1 + max(device_of, default=-1))
     takes = [takes_of(durations, k) for k in range(n)]
     received, sent = _edges(durations, device_of)
-    order: Iterable[tuple[int, list[Instruction]]]
-    if devices is None:
-        order = interleave(actions, minibatches)
-    else:
-        order = ((k, [turn]) for k, turn in one_by_one(actions, devices, minibatches))
-    for k, run, readings in follow(order, ledgers, minibatches):
-        device, arriving, leaving = device_of[k], received[k], sent[k]
-        for (kind, i, j), (version, horizon) in zip(run, readings, strict=True):
-            load, compute = takes[k][kind]
-            begun = free[device]
-            start = loaded = begun + load
-            if kind in arriving:
-                sender, leaves, arrives = arriving[kind].receive()
-                yield Span(sender, *SENDS[kind], i, j, leaves, arrives, None)
-                start = max(loaded, arrives)
-            free[device] = end = start + compute
-            if begun < loaded:
-                yield Span(k, "compute", LOADS[kind], i, j, begun, loaded, version, horizon)
-            yield Span(k, "compute", kind, i, j, start, end, version, horizon)
-            if kind in leaving:
-                leaving[kind].sent.append(end)
+    for k, instruction in device_order(actions, device_of, minibatches):
+        kind, i, j = instruction
+        version, horizon = ledgers[k].enter(instruction)
+        load, compute = takes[k][kind]
+        begun = free[device_of[k]]
+        start = loaded = begun + load
+        if arriving := received[k].get(kind):
+            sender, leaves, arrives = arriving.receive()
+            yield Span(sender, *SENDS[kind], i, j, leaves, arrives, None)
+            start = max(loaded, arrives)
+        free[device_of[k]] = end = start + compute
+        if leaving := sent[k].get(kind):
+            leaving.sent.append(end)
+        if begun < loaded:
+            yield Span(k, "compute", LOADS[kind], i, j, begun, loaded, version, horizon)
+        yield Span(k, "compute", kind, i, j, start, end, version, horizon)
+    for ledger in ledgers:
+        ledger.close(minibatches)
 
 
 #: The load before an instruction, if it takes time, and the message after it.
@@ -281,21 +313,20 @@ _StageEdges = dict[Kind, _Edge]
 
 
 def _edges(d: Durations, device_of: Sequence[int]) -> tuple[list[_StageEdges], list[_StageEdges]]:
+    """Return the edges over which each stage receives, and over which it sends, by instruction."""
     n = len(d.forward)
     received: list[_StageEdges] = [{} for _ in range(n)]
     sent: list[_StageEdges] = [{} for _ in range(n)]
     wires: defaultdict[object, list[float]] = defaultdict(lambda: [0.0])
-
-    def connect(sender: int, receiver: int, takes: float, kinds: Sequence[Kind]) -> None:
-        wire = wires[device_of[receiver] if d.inbound else (sender, receiver)]
-        edge = _Edge(sender, takes, wire)
-        for kind in kinds:
-            received[receiver][kind] = sent[sender][kind] = edge
-
     for k in range(n - 1):
-        connect(k, k + 1, d.activation[k], (Kind.FORWARD,))
-        # of a whole backward or its first half
-        connect(k + 1, k, d.gradient[k + 1], (Kind.BACKWARD, Kind.BACKWARD_INPUT))
+        for sender, to, takes, kinds in (
+            (k, k + 1, d.activation[k], (Kind.FORWARD,)),
+            # of a whole backward or its first half
+            (k + 1, k, d.gradient[k + 1], (Kind.BACKWARD, Kind.BACKWARD_INPUT)),
+        ):
+            edge = _Edge(sender, takes, wires[device_of[to] if d.inbound else (sender, to)])
+            for kind in kinds:
+                received[to][kind] = sent[sender][kind] = edge
     return received, sent
 
 

@@ -19,13 +19,12 @@ from spectrain_ext.schedule import (
     Entries,
     Kind,
     Ledger,
-    Span,
     bounded,
     find_generator,
     plain_steps,
     steps,
 )
-from spectrain_ext.simulation import Durations, simulate, streams
+from spectrain_ext.simulation import Durations, Span, simulate, streams
 
 _LOADS = (Kind.LOAD_FORWARD, Kind.LOAD_BACKWARD, Kind.LOAD_BACKWARD_INPUT)
 
@@ -154,7 +153,7 @@ def instructions_of(
     )
     handled = plain_steps(place)
     for instruction in bounded(generate(place), stage, minibatches):
-        ((version, horizon),) = ledger.enter([instruction])
+        version, horizon = ledger.enter(instruction)
         kind, i, j = instruction
         for step in steps(kind, handled, first=not j):
             line = f"{step.value:<36} {i}"

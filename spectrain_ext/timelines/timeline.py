@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from spectrain_ext.extras import picture
-from spectrain_ext.schedule import COMPUTE, Kind, Lane, Span
-from spectrain_ext.simulation import summarize
+from spectrain_ext.schedule import COMPUTE, Kind
+from spectrain_ext.simulation import Lane, Span, summarize
 
 
 class _Look(NamedTuple):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sized
+from itertools import cycle
 from typing import Protocol
 
 import torch
@@ -63,10 +66,10 @@ class Receiver(Protocol):
     """Receives a stage's messages, in the order in which they were sent."""
 
     stream: Stream
-    blocks: bool  # whether ``receive`` blocks the CPU until a message is there
 
-    def has(self, i: int = 0, j: int = 0) -> bool:
-        """Whether the next message, of this microbatch, or the end has been sent."""
+    @property
+    def arrived(self) -> Sized | None:
+        """The messages to receive, with the end; None: ``receive`` blocks the CPU."""
 
     def receive(self) -> Slot | None:
         """Return the next message, for the receiver's stream until ``free``; None: the end."""
@@ -78,7 +81,6 @@ class Receiver(Protocol):
 class Edge:
     """A directed edge: a copy stream, and a ring of buffers on the receiver's device."""
 
-    blocks = False
     by_reference = True
 
     def __init__(
@@ -98,23 +100,23 @@ class Edge:
         self._immediate = self.stream.immediate and receiver.immediate
         self._from_stage = source is not None
         self._ring = [Slot(f"{name}, slot {q}", self.stream, receiver) for q in range(depth)]
-        self._sent = self._received = 0
+        self._slots = cycle(self._ring)
+        self.arrived: deque[Slot | None] = deque()  # None: the end
         self.sent_bytes = 0
-        self._ended = False
 
     def send(
         self, message: Message, source: Buffer, *ready: Event, header: Header = NO_HEADER
     ) -> Event:
-        slot = self._ring[self._sent % len(self._ring)]
+        slot = next(self._slots)
         assert slot.message is NO_MESSAGE, f"{slot.buffer.name} is in use"
-        given, looks = message.tensors, likeness(message.tensors)
+        tensors, looks = message.tensors, likeness(message.tensors)
         if looks != slot.likeness:
             self._fit(slot, message, looks)
         # Copy even on the same device: an in-place first layer of the receiver must not change what
         # the sender saved for its backward, and a caller may overwrite its batch.
         views = slot.views
         if self._immediate and (self._from_stage or not ready):
-            for to, tensor in zip(views, given, strict=True):
+            for to, tensor in zip(views, tensors, strict=True):
                 if to is not None and tensor is not None:
                     to.copy_(tensor)
         else:
@@ -123,9 +125,9 @@ class Edge:
                 copy.wait(event)
             copy.wait(slot.free)
             if self._stages:
-                given = self._staged(slot, given)
+                tensors = self._staged(slot, tensors)
             with copy.using(reads=(source, slot.staged), writes=(slot.buffer,)):
-                for to, tensor in zip(views, given, strict=True):
+                for to, tensor in zip(views, tensors, strict=True):
                     if to is not None and tensor is not None:
                         to.copy_(tensor, non_blocking=True)
             copy.record(slot.arrived)
@@ -133,7 +135,7 @@ class Edge:
         slot.message = Message(tuple(views), message.differentiable, message.form)
         slot.header = header
         self.sent_bytes += slot.nbytes
-        self._sent += 1
+        self.arrived.append(slot)
         return slot.arrived
 
     def _fit(self, slot: Slot, message: Message, looks: Likeness) -> None:
@@ -150,47 +152,44 @@ class Edge:
         slot.nbytes = message.nbytes
         slot.likeness = looks
 
-    def _staged(self, slot: Slot, given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    def _staged(self, slot: Slot, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """Return the tensors, with copies in pinned memory of those that may block the CPU."""
 
         def blocks(tensor: Tensor) -> bool:
             pageable = tensor.device.type == "cpu" and tensor.nbytes > PAGEABLE_COPY_LIMIT
             return pageable and not tensor.is_pinned()
 
-        large = tuple(tensor if tensor is not None and blocks(tensor) else None for tensor in given)
+        large = tuple(
+            tensor if tensor is not None and blocks(tensor) else None for tensor in tensors
+        )
         if all(tensor is None for tensor in large):
-            return given
+            return tensors
         # The last copy from there: the CPU is ahead of the device by all slots at most.
         slot.arrived.synchronize()
         host = callers_stream(_CPU)
         with host.using(writes=(slot.staged,)):
             layout = Layout.of(Message(large))
             slot.staging.fit(layout.places()[1], _CPU, pinned=self.target.type == "cuda")
-            found = tuple(
+            staged = tuple(
                 tensor if to is None or tensor is None else to.copy_(tensor)
-                for to, tensor in zip(slot.staging.views(layout), given, strict=True)
+                for to, tensor in zip(slot.staging.views(layout), tensors, strict=True)
             )
         done = host.event()
         host.record(done)
         self.stream.wait(done)
-        return found
+        return staged
 
     def begin(self) -> None:
-        self._ended = False
+        self.arrived.clear()  # the end of the run before
 
     def end(self) -> None:
-        self._ended = True
-
-    def has(self, i: int = 0, j: int = 0) -> bool:
-        return self._received < self._sent or self._ended
+        self.arrived.append(None)
 
     def receive(self) -> Slot | None:
-        if self._received == self._sent:
-            assert self._ended, "nothing has arrived"
-            return None
-        slot = self._ring[self._received % len(self._ring)]
-        self._received += 1
-        if not self._immediate:
+        slot = self.arrived.popleft()
+        if slot is None:
+            self.end()  # of all that follow as well
+        elif not self._immediate:
             self._receiver.wait(slot.arrived)
         return slot
 
@@ -203,8 +202,7 @@ class Edge:
         """Forget all messages; they are freed, or all work has been waited for."""
         for slot in self._ring:
             slot.message = NO_MESSAGE
-        self._sent = self._received = 0
-        self._ended = False
+        self.arrived.clear()
 
     def free_storage(self) -> None:
         """Free the receive buffers, outside of a run."""

@@ -202,7 +202,10 @@ Likeness = list[tuple[object, ...] | None]
 
 
 def likeness(tensors: Iterable[Tensor | None]) -> Likeness:
-    return [None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors]
+    looks: Likeness = []
+    for t in tensors:
+        looks.append(None if t is None else (t.shape, t.stride(), t.dtype))
+    return looks
 
 
 class TensorLayout(NamedTuple):

@@ -252,7 +252,8 @@ class StageWeights:
 
     def step(self, update: Update) -> None:
         """Step the optimizer and the scheduler."""
-        storage, updater, room = self._bound, self.updater, update.room
+        storage, updater, room = self.storage, self.updater, update.room
+        assert storage is not None, "not bound"
         written = None if room is None else room.content
         if update.stale is not None:
             assert isinstance(updater, PredictingOptimizer), "no other is corrected"
@@ -268,7 +269,8 @@ class StageWeights:
         self.minibatches += 1
         if self.scheduler is not None:
             self.scheduler.step()
-        self._scale_rates()
+        if self._factor is not None:
+            self._scale_rates()
         if storage.predicts and (self.scheduler is not None or self._factor is not None):
             self.rates_move = _rates(self.updater, self.optimizer) != after
         self.drop_gradients()

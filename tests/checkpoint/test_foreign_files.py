@@ -1,18 +1,13 @@
-"""Tests foreign results, traces, schedules and names: bounded, a ValueError, safe to print."""
+"""Tests foreign results, traces and names: bounded, a ValueError, safe to print."""
 
 from __future__ import annotations
 
 import json
 import os
-import time
 
 import pytest
-from click.testing import CliRunner
 
-from spectrain_ext.cli.__main__ import main
 from spectrain_ext.files import read_bounded, read_json, replace_file
-from spectrain_ext.schedule import ScheduleError
-from spectrain_ext.simulation import read_csv
 from spectrain_ext.timelines.merging import main as merge
 from spectrain_ext.timelines.merging import merge_traces
 from studies.report import draw_losses
@@ -86,46 +81,6 @@ def test_what_is_no_trace(tmp_path):
         path.write_text(text)
         with pytest.raises(ValueError, match=said):
             merge_traces(tmp_path / "out", [path])
-
-
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        ("0F" + "9" * 9, ScheduleError),
-        ("9" * 5000 + "F0", ValueError),
-        ("0F٣", ValueError),  # a digit of another script
-        ("\n" * 20_000, ValueError),
-        ("0F0" + ",0F0" * 10**5, ScheduleError),
-        ("0B0", ScheduleError),
-    ],
-    ids=range(6),
-)
-def test_what_is_no_schedule(tmp_path, text, error):
-    path = tmp_path / "a.csv"
-    path.write_text(text, encoding="utf-8", newline="")
-    for microbatches in (None, 1, 2**62):
-        begin = time.perf_counter()
-        with pytest.raises(error) as caught:
-            read_csv(path, microbatches=microbatches)
-        assert len(str(caught.value)) < 500
-        assert time.perf_counter() - begin < 5
-    path.write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match="utf-8"):
-        read_csv(path)
-
-
-def test_a_file_does_not_steer_the_terminal(tmp_path):
-    path = tmp_path / "\x1b[31m[bold]$a_{é\u202e.csv"
-    path.write_text("\x1b]0;title\x07")
-    told = CliRunner().invoke(main, ["timeline", "--csv", str(path)])
-    assert told.exit_code == 1
-    assert "\\x1b]0;title\\x07" in told.output
-    path.write_text("0F0,0B0\n")
-    out = tmp_path / "out$^.svg"
-    told = CliRunner().invoke(main, ["timeline", "--csv", str(path), "-o", str(out)])
-    assert told.exit_code == 0, told.output
-    assert "\\x1b[31m[bold]$a_{é\\u202e.csv: " in told.output
-    assert "\x1b" not in told.output + out.read_text()
 
 
 def test_a_title_is_no_formula(tmp_path):

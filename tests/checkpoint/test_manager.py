@@ -9,7 +9,7 @@ import torch
 from helpers.checkpoint_cases import batches, pipeline, same, state_of, train
 from torch.utils.data import DataLoader, TensorDataset
 
-from spectrain_ext import StageError, hybrid
+from spectrain_ext import StageError
 from spectrain_ext.checkpoint import CheckpointError, CheckpointManager, ShuffledSampler, load, save
 
 
@@ -51,7 +51,7 @@ def test_saves_when_it_is_time_and_keeps_the_last(tmp_path, asynchronous):
     [
         (4, "spectrain+sync@8", False),
         (5, "spectrain+sync@4", True),
-        (7, hybrid("pipedream", after=9), False),
+        (7, "pipedream+sync@3", False),
         (9, "sync+pipedream@5", True),
     ],
     ids=["due", "between", "epoch", "next"],

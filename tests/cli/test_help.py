@@ -38,29 +38,15 @@ def completed(command: str, *words: str) -> list[tuple[str, str]]:
     [
         ("timeline --method pipedream", [n for n in methods() if n.startswith("pipedream")]),
         ("timeline -m 1f", ["1f1b"]),
-        ("timeline --link pci", ["pcie3", "pcie4"]),
         ("timeline --window ", ["classic", "wide"]),
-        ("plan --link pcie3,me", ["pcie3,measured"]),
+        ("plan --link pcie3,nv", ["pcie3,nvlink"]),
         ("plan --method gpipe,spectrain-st", ["gpipe,spectrain-stash"]),
         ("plan --method ", list(methods())),
         ("plan --codec ", list(NAMES)),
         ("plan --device c", ["cpu", "cuda:0", "cuda:1"]),
-        ("plan --model models:", ["models:Model", "models:small", "models:TINY"]),
-        ("plan --method auto,models:T", ["auto,models:TINY"]),
-        ("plan --model package.inner:m", ["package.inner:make"]),
-        ("plan --model no_such_module:", []),
-        ("plan --model :", []),
-        ("doctor --b", ["--brief"]),
     ],
 )
-def test_values_complete(words, offered, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_values_complete(words, offered, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    (tmp_path / "models.py").write_text(
-        "import not_installed\nraise SystemExit\n"
-        "class Model: pass\ndef small(): pass\ndef _own(): pass\nTINY = 1\nTINY.x = 2\n"
-    )
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "inner.py").write_text("def make(): pass\n")
     assert completed(*words.split(" ")) == [("plain", value) for value in offered]
     assert completed("plan", "--profile", "a") == [("file", "a")]

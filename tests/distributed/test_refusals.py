@@ -106,8 +106,8 @@ ROWS = {
         (differ(method=LAWS), "law of 'spectrain': rank 0 has ['linear', 'linear']"),
         (differ(in_chunks, method=RATES), "method: rates of 'pipemare', phase 1: rank 0 has [0.33"),
         (
-            differ(method=[replace(st.hybrid(after=n), name="hybrid") for n in (1, 2)]),
-            "method: then of 'hybrid': rank 0 has [1] and rank 1 has [2]; all",
+            differ(method=[replace(st.hybrid(after=n), name="hybrid") for n in (9, 10)]),
+            "method: then of 'hybrid': rank 0 has [9] and rank 1 has [10]; all",
         ),
         (differ(method=[st.second_order(clip=c) for c in (recipe_clip, lambda _: 1)]), "[0.403"),
         (differ(microbatches=(1, 2)), "rank 1 has 2 and rank 0 has 1"),

@@ -51,7 +51,6 @@ CASES = {
         *cases([2], 4, ["sync", "1f1b", "spectrain"]),
         *cases([2], 4, ["vanilla"], clip_norm=0.02),
         *cases([2], 2, ["spectrain"], recompute=True, window=3),
-        *cases([2], 4, ["pipedream"], recompute=1, window=3),  # every block
     ],
     3: [
         *cases([2, 1], 4, ["sync", "pipedream", "spectrain-stash", "pipedream-2bw"]),

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import click
 import numpy as np
-import torch.distributed as dist
 from click.testing import CliRunner, Result
-from helpers.ranks import run_ranks
 
 from spectrain_ext.cli.__main__ import main as spectrain
 
@@ -34,19 +29,6 @@ def called(
 def text_of(result: Result) -> str:
     """Return what a command printed as one line, without the frame of an error."""
     return " ".join(result.output.replace("│", " ").split())
-
-
-def measured_briefly(
-    main: Callable[..., None], arguments: tuple[Any, ...], nprocs: int, **_: Any
-) -> None:
-    """Replace torch's spawn of the ranks that measure a link, for a few messages instead of 200."""
-    run_ranks(_briefly, nprocs, main, arguments)
-
-
-def _briefly(rank: int, ranks: int, main: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    dist.destroy_process_group()  # the test's group: the command makes its own
-    vars(sys.modules[main.__module__]).update(_TIMES=8, _WARM=2, _ROUNDS=1)
-    main(rank, *arguments)
 
 
 def undrawn():
@@ -72,4 +54,4 @@ def listening():
     return found
 
 
-__all__ = ["called", "listening", "measured_briefly", "spectrain", "text_of", "undrawn"]
+__all__ = ["called", "listening", "spectrain", "text_of", "undrawn"]

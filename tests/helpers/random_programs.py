@@ -179,7 +179,8 @@ class Program:
         if self.against == "torch":
             self.method = self.pick(*FLUSHING)
         else:
-            self.method = self.pick(*DEFINITIONS, "spectrain difference")
+            named = [*DEFINITIONS, "spectrain difference"]
+            self.method = self.pick(*named, *["pipedream+sync@9"] * self.exactly)
             if self.chance(0.12):
                 first, then = self.pick(*HYBRIDS)
                 self.method = f"{first}+{then}@{self.draw.randrange(10)}"
@@ -364,8 +365,11 @@ class Program:
                 for name, p in module.named_parameters():
                     if self.frozen[k] == "all" or (self.frozen[k] == "biases" and "bias" in name):
                         p.requires_grad_(False)
+        learns = [p for row in every for module in row for p in module.parameters()]
+        if not any(p.requires_grad for p in learns):  # a pipeline needs something to train
+            for p in learns:
+                p.requires_grad_(True)
         if self.hook:
-            learns = [p for row in every for module in row for p in module.parameters()]
             next(p for p in learns if p.requires_grad).register_hook(lambda g: g * 0.7)
         if self.cut:
             return cut_at(nn.Sequential(*(module for row in every for module in row)), self.ends)

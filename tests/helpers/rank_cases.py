@@ -241,7 +241,6 @@ class Case:
 MEMORY: dict[str, dict[str, Any]] = {
     "kept": {},
     "recomputed": {"recompute": True},
-    "by blocks": {"recompute": 1},
     "offloaded": {"offload": "activations"},
     "wide windows": {"window": "wide"},
 }

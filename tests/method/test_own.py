@@ -150,7 +150,7 @@ class Listed(Half):
     ("field", "value", "kind", "said"),
     [
         ("schedule", tuples, TypeError, "yield from forward(place, i, j)"),
-        ("schedule", hasty, ValueError, "the window allows 3 microbatches in flight"),
+        ("schedule", hasty, ValueError, "the window allows 2 microbatches in flight"),
         ("schedule", mixed, ValueError, "expected update of minibatch 0 before it"),
         ("schedule", waiting, ValueError, "stage 2, "),
         ("schedule", ending, ValueError, "missing at the end"),

@@ -264,7 +264,7 @@ def trained(codec=None, in_place=False, **more):
 def test_other_ways_to_the_same_bits_and_the_draws_of_a_run_without():
     plain, numbers = trained(TURNED, method="pipedream")
     for more in (
-        *({"recompute": True}, {"recompute": 1}, {"offload": "activations"}),
+        *({"recompute": True}, {"offload": "activations"}),
         *({"on_nonfinite": "skip"}, {"in_place": True}),
     ):
         found, drawn = trained(TURNED, method="pipedream", **more)

@@ -84,7 +84,7 @@ def test_the_result_of_the_cpu(method: str, options: dict[str, Any]) -> None:
         *(
             (method, {} if method == "gpipe" else _WIDE, other)
             for method in ("gpipe", "pipedream", "spectrain-stash")
-            for other in ({"offload": "activations"}, {"recompute": 1})
+            for other in ({"offload": "activations"}, {"recompute": True})
         ),
     ],
 )
@@ -221,8 +221,8 @@ def test_a_captured_module_is_refused() -> None:
         st.Pipeline([module], st.optim.SGD, nn.functional.mse_loss)
 
 
-@pytest.mark.parametrize("recompute", [False, True, 1])
-def test_running_statistics_in_a_run_and_after_it(recompute: bool | int) -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_running_statistics_in_a_run_and_after_it(recompute: bool) -> None:
     """Read between two results, each time on another stream of the caller."""
 
     def found(wait: bool) -> list[Tensor]:

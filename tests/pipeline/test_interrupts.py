@@ -22,7 +22,7 @@ METHODS = [name for name in st.methods() if name not in ("xgrad", "pipemare-t1",
 WIDER = {"dtype": torch.bfloat16, "master_dtype": torch.float32}
 EXTRAS = {
     "recompute": ("spectrain", {"recompute": True}),
-    "blocks": ("pipedream", {"recompute": 1, "offload": "activations", "window": "wide"}),
+    "offload": ("pipedream", {"offload": "activations", "window": "wide"}),
     "clip": ("pipedream", {"clip_norm": 0.05}),
     "global clip": ("1f1b", {"microbatches": 2, "clip_norm": 0.05, "clip_scope": "global"}),
     "master": ("spectrain", WIDER),

@@ -65,7 +65,7 @@ def test_a_model_is_cut_where_its_plan_says_without_being_measured(form, tmp_pat
         measure_layers(model, example, repeats=1, **around),
         *(3,),
         **{"link": ["nvlink", "pcie3"], "batch": 12, "replicas": 1, "methods": ["auto", "gpipe"]},
-        **{"speeds": (1, 0.5, 1), "memory": (1e9, 2e9, 1e9)},
+        **{"speed": (1, 0.5, 1), "memory": (1e9, 2e9, 1e9)},
     )
     path = tmp_path / "plan.json"
     write_plan(path, found)

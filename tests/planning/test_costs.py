@@ -155,7 +155,7 @@ def test_no_simulation_is_below_the_bound_and_memory_is_the_ledgers(case):
     ],
 )
 def test_passes_over_a_stages_weights_by_hand(method, entry, place, passes):
-    assert passes_of(method, entry, place) == passes
+    assert passes_of(find_method(method), entry, place) == passes
 
 
 def durations_of(replicas, links, speeds=None, seconds=(1.0, 1.0, 1.0), **more):

@@ -57,14 +57,14 @@ def best(devices=2, layers=SIX, **more):
 
 def test_devices_of_different_kinds():
     # A slower device gets fewer layers, in any order of devices.
-    assert best(speeds=(1, 0.5)).ends == (4, 6)
-    assert best(speeds=(0.5, 1)).ends == (2, 6)
-    assert best(speeds=(1, 0.5)).period == pytest.approx(best(speeds=(0.5, 1)).period, rel=0.01)
+    assert best(speed=(1, 0.5)).ends == (4, 6)
+    assert best(speed=(0.5, 1)).ends == (2, 6)
+    assert best(speed=(1, 0.5)).period == pytest.approx(best(speed=(0.5, 1)).period, rel=0.01)
     # Also with pruned divisions.
     forty = layers_of([0.01] * 40)
-    assert best(2, forty, link=1e12, speeds=(1, 0.25)).ends == (32, 40)
+    assert best(2, forty, link=1e12, speed=(1, 0.25)).ends == (32, 40)
     # Equal speeds give the result of a single number.
-    assert best(speeds=(4, 4)) == best(speed=4)
+    assert best(speed=(4, 4)) == best(speed=4)
     assert best(3, link=["nvlink"] * 2, memory=[1e9] * 3) == best(3, memory=1e9)
 
 
@@ -115,8 +115,6 @@ def test_a_plan_is_code_and_json(tmp_path):
     document = json.loads((tmp_path / "plan.json").read_text())
     assert document["candidates"][0]["throughput"] == found.fastest.throughput
     assert document["candidates"][0]["code"] == found.fastest.code
-    spans = list(found.spans(found.fastest))
-    assert spans and max(span.end for span in spans) > found.fastest.period
     other = found.document(found.fastest)
     assert (other["ends"], other["settings"]) == ([*found.fastest.ends], found.fastest.settings)
 
@@ -133,11 +131,12 @@ CURRENT = replace(find_method("dc-asgd"), backward="current")
         ({"devices": 0}, "devices: expected a number from 1 to .*, got 0"),
         ({"batch": 10**400}, "batch: expected a number from 1 to .*, got 1000"),
         ({"state": 10**400}, "state: expected a number from 0 to .*, got 1000"),
-        ({"speed": 1e-300}, "speed: 1e-300 is too little: seconds: expected a number"),
-        ({"speed": 0.0}, "speed: expected a positive number, got 0"),
-        ({"speed": 1, "speeds": (1, 1)}, "speed: it contradicts speeds"),
-        ({"speeds": (1, 1, 1)}, r"speeds: expected one per device \(2\), got 3"),
-        ({"speeds": (1, math.nan)}, "speeds: expected a number from 1e-18 to .*, got nan"),
+        *(
+            ({"speed": n}, f"speed: expected a number from 1e-18 to .*, got {n}")
+            for n in (1e-300, 0.0)
+        ),
+        ({"speed": (1, 1, 1)}, r"speed: expected one per device \(2\), got 3"),
+        ({"speed": (1, math.nan)}, "speed: expected a number from 1e-18 to .*, got nan"),
         ({"memory": (1e9,)}, r"memory: expected one per device \(2\), got 1"),
         ({"memory": -1.0}, r"memory: expected a number from 1e-18 to 1e\+18, got -1"),
         ({"memory": 1000}, r"memory: all .* looked at take more than 1000 bytes"),
@@ -192,7 +191,6 @@ def test_a_profile_is_a_constant_and_a_slope():
     # A time measured too short for a few samples does not give a negative constant.
     noisy = Layers((4, 8), (profile(1.0), profile(5.0)))
     assert noisy.at(2).blocks[0].seconds == pytest.approx(1.25)
-    assert layers.faster(10).at(8).blocks[0].seconds == pytest.approx(0.5)
 
 
 def test_layers_are_measured_at_two_sizes():

@@ -13,7 +13,6 @@ from spectrain_ext.simulation import (
     Durations,
     simulate,
     simulate_ranks,
-    simulate_repeating,
     streams,
     summarize,
 )
@@ -97,7 +96,8 @@ def test_as_many_replicas_everywhere_are_pipelines_beside_one_another(name, r, i
     method = "vanilla" if name == "1f1b-async" else name
     replicas, places, actions = replicated(method, [r] * 3, 2 * r)
     found = summarize(simulate_ranks(actions, durations, replicas, minibatches=12))
-    wanted = simulate_repeating(name, [place.window for place in places], 2, 12, durations)
+    one = streams(name, [place.window for place in places], 2)
+    wanted = summarize(simulate(one, durations, minibatches=12))
     assert found.period == pytest.approx(wanted.period)
     assert found.makespan == pytest.approx(wanted.makespan)
 

@@ -1,16 +1,16 @@
-"""Tests the simulations by events and by levels against hand-computed times and each other."""
+"""Tests the simulation against hand-computed times and closed forms."""
 
 from __future__ import annotations
 
-from itertools import count, pairwise
+from itertools import pairwise
 
 import pytest
 from helpers.schedules import classic, runs, wide
 from hypothesis import given
 from hypothesis import strategies as some
 
-from spectrain_ext.schedule import Kind, ScheduleError, backward, forward
-from spectrain_ext.simulation import Durations, simulate, simulate_repeating, streams, summarize
+from spectrain_ext.schedule import Kind
+from spectrain_ext.simulation import Durations, simulate, streams, summarize
 
 
 def spans_of(name, windows, minibatches, microbatches=1, **durations):
@@ -146,16 +146,6 @@ def timed(draw):
 
 
 @given(timed())
-def test_levels_agree_with_events(case):
-    run, durations = case
-    by_events = summarize(simulate(run.streams(), durations, minibatches=run.minibatches))
-    by_levels = simulate_repeating(*run, durations)
-    assert by_levels.makespan == by_events.makespan
-    assert by_levels.period == pytest.approx(by_events.period)
-    assert by_levels.busy == pytest.approx(by_events.busy)
-
-
-@given(timed())
 def test_a_lane_does_one_thing_at_a_time_and_inputs_come_first(case):
     run, durations = case
     spans = list(simulate(run.streams(), durations, minibatches=run.minibatches))
@@ -178,28 +168,6 @@ def test_a_lane_does_one_thing_at_a_time_and_inputs_come_first(case):
 
 
 # Errors
-
-
-@pytest.mark.parametrize("windows", [[1, 2], [2, 3, 1]])
-def test_a_deadlock_by_levels(windows):
-    with pytest.raises(ScheduleError, match=r"stage 0, receive gradient of minibatch 0.*never"):
-        simulate_repeating("1f1b-async", windows, 1, 5, Durations.of(len(windows)))
-
-
-def growing(place):
-    """One minibatch, then two together, then three."""
-    i = 0
-    for together in count(1):
-        for turn in (forward, backward):
-            for m in range(i, i + together):
-                yield from turn(place, m, 0)
-        i += together
-
-
-def test_a_schedule_that_does_not_repeat():
-    with pytest.raises(ValueError, match="stage 0 do not repeat"):
-        simulate_repeating(growing, [3, 3], 1, 5, Durations.of(2))
-    assert summary_of(growing, [3, 3], 6).makespan == (2 + 2) + (3 + 3) + (4 + 4)
 
 
 @pytest.mark.parametrize(

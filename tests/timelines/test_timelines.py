@@ -13,7 +13,6 @@ from helpers.cli_programs import called, spectrain
 from spectrain_ext.method import find_method, methods
 from spectrain_ext.schedule import COMPUTE, Kind
 from spectrain_ext.simulation import Durations, simulate, streams, summarize
-from spectrain_ext.simulation import write_csv as write_schedule
 from spectrain_ext.timelines import devices_under, draw_timeline, simulate_method, write_trace
 from studies.times import draw_methods_together
 
@@ -107,21 +106,6 @@ def test_the_command_with_everything(tmp_path):
     assert max(ends) == pytest.approx(1000 * summarize(spans).makespan)
 
 
-def test_the_command_with_a_link(tmp_path):
-    picture, schedule = tmp_path / "t.svg", tmp_path / "schedule.csv"
-    link, sizes = ["--link", "wan200", "--message", "2.5e6"], ["--stages", 3, "--minibatches", 2]
-    output = succeeds("--method", "1f1b", *sizes, "--microbatches", 4, *link, "-o", picture)
-    slow = {"communication": 0.15, "inbound": True}
-    spans = list(simulate_method("1f1b", 3, 2, microbatches=4, **slow))
-    assert f"1f1b, 3 stages: {summarize(spans).makespan:g} in all" in output
-    assert "simulated seconds" in picture.read_text()
-    write_schedule(schedule, streams("1f1b", [3, 2, 1], 4), microbatches=4, minibatches=1)
-    one = summarize(simulate_method("1f1b", 3, 1, microbatches=4, **slow))
-    output = succeeds("--csv", schedule, *link, "-o", picture)
-    assert f"schedule.csv: {one.makespan:g} in all" in output
-    assert "schedule.csv: 18 in all" in succeeds("--csv", schedule, "-o", tmp_path / "t.png")
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -130,10 +114,6 @@ def test_the_command_with_a_link(tmp_path):
         (["--method", "xgrad"], "at most 1"),
         (["--method", "interleaved", "--stages", "3"], "expected a multiple of 2, got 3"),
         (["--method", "sync+wpipe@4", "--stages", "5"], "expected a multiple of 2, got 5"),
-        (["--link", "wan200"], "--link and --message are given together"),
-        (["--message", "8"], "--link and --message are given together"),
-        (["--link=1e6", "--message=8", "--communication=1"], "and instead of --communication"),
-        (["--link", "isa", "--message", "8"], "link: expected pcie3"),
         (["-o", "t.gif"], "ends in .svg, .png, .json, got 't.gif'"),
         (["-o", "no/such/folder/t.svg"], "No such file or directory"),
         *(
@@ -141,7 +121,6 @@ def test_the_command_with_a_link(tmp_path):
             for out in ("t.json", "t.svg")
             for option in ("forward=1e308", "update=inf", "communication=nan", "prediction=1e101")
         ),
-        (["--link", "1e-300", "--message", "1e9"], "activation: expected a duration from 0 to"),
         (["--stages", "1000000000"], "is not in the range 1<=x<=1000"),
         (["--minibatches", 10**9], "make 8000000000 forwards and backwards, expected at most"),
         (["--microbatches", 10**9], "expected at most 1000000"),
@@ -159,23 +138,6 @@ def test_what_the_command_refuses(arguments, expected, tmp_path, monkeypatch):
     assert isinstance(result.exception, SystemExit) and result.exit_code in (1, 2)
     assert expected in result.output
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("", "expected forwards and backwards, got none"),
-        (" , \n", "expected forwards and backwards, got none"),
-        ("0F0,0B0\n1B0,1F0\n", "stage 1, backward of minibatch 0, microbatch 0: expected its f"),
-    ],
-)
-def test_a_schedule_that_is_none(content, said, tmp_path):
-    path = tmp_path / "s.csv"
-    path.write_text(content)
-    result = run("--csv", path, "-o", tmp_path / "t.svg")
-    assert isinstance(result.exception, SystemExit) and result.exit_code == 1
-    assert said in result.output
-    assert not (tmp_path / "t.svg").exists()
 
 
 def test_a_run_that_takes_no_time_and_one_without_spans(tmp_path, recwarn):

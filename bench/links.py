@@ -1,28 +1,18 @@
-"""Measures the link between processes of this machine."""
+"""Measures the link between processes of this machine, for the planner."""
 
-import json
+from __future__ import annotations
+
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
-from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import (
-    ProcessExitedException,
-    ProcessRaisedException,
-    start_processes,
-)
 
-from spectrain_ext import optim
-from spectrain_ext.distributed import DistributedPipeline
-from spectrain_ext.distributed.store import store_at
+import spectrain_ext as st
 from spectrain_ext.method import find_method
 from spectrain_ext.partitioning import cut_at
 from spectrain_ext.planning import Link, measure_layers
@@ -35,22 +25,16 @@ _MICROBATCHES = 8
 _WIDTH, _LAYERS, _ROWS = 192, 12, 256  # of stages that compute for some milliseconds
 
 
-def measured_link(processes: int = 2) -> Link:
-    """Measure the link between processes of this machine, over gloo and the loopback device."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "link.json"
-        store: Any = store_at("127.0.0.1", 0, listen=True)
-        ranks = max(2, processes)
-        try:
-            start_processes(
-                _rank, (ranks, store.port, str(path)), nprocs=ranks, start_method="spawn"
-            )
-        except (ProcessRaisedException, ProcessExitedException) as error:
-            raise RuntimeError(
-                f"link: processes to measure it with have failed: {error}"
-            ) from error
-        numbers = json.loads(path.read_text())
-    return Link("gloo, measured", **numbers)
+def measured_link(rank: int, ranks: int) -> Link:
+    """Measure the link over gloo and the loopback device, on all ranks at once; rank 0's counts."""
+    latency, per_byte = _line(lambda size: _sent(rank, size))
+    # CPU time per byte, in a pipeline whose stages compute next to nothing.
+    busy, busy_per_byte = _line(lambda size: _handled(ranks, size))
+    link = Link("gloo, measured", 1 / per_byte, latency, busy, 1 / busy_per_byte)
+    # CPU time per message, in a pipeline whose stages compute for some milliseconds, less the time
+    # a plan gives for their work. It includes the engine's work and cache misses where processes
+    # share a core; no layer's time includes these.
+    return replace(link, busy=max(0.0, _besides(rank, ranks, replace(link, busy=0.0))))
 
 
 class _Scale(nn.Module):
@@ -60,29 +44,6 @@ class _Scale(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.factor
-
-
-def _rank(rank: int, ranks: int, port: int, path: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = store_at("127.0.0.1", port, listen=False)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=2)
-    )
-    latency, per_byte = _line(lambda size: _sent(rank, size))
-    # CPU time per byte, in a pipeline whose stages compute next to nothing.
-    busy, busy_per_byte = _line(lambda size: _handled(ranks, size))
-    link = Link("", 1 / per_byte, latency, busy, 1 / busy_per_byte)
-    # CPU time per message, in a pipeline whose stages compute for some milliseconds, less the time
-    # a plan gives for their work. It includes the engine's work and cache misses where processes
-    # share a core; no layer's time includes these.
-    busy = max(0.0, _besides(rank, ranks, replace(link, busy=0.0)))
-    if rank == 0:
-        numbers = {"bandwidth": link.bandwidth, "latency": latency}
-        numbers |= {"busy": busy, "busy_bandwidth": link.busy_bandwidth}
-        Path(path).write_text(json.dumps(numbers))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _line(seconds: Callable[[int], float]) -> tuple[float, float]:
@@ -130,10 +91,18 @@ def _besides(rank: int, ranks: int, link: Link) -> float:
         if rank < cores:  # all cores are busy, as in the run
             measured = measure_layers(blocks, batch[0], repeats=9)
             way = Way(find_method("vanilla"), ends, (1,) * ranks, _MICROBATCHES)
-            planned = Costs(Setting(measured, link, _ROWS, cores), way).work
+            planned = work_of(Costs(Setting(measured, link, _ROWS, cores), way))
         dist.barrier()
         beyond.append(_used(stage, batch) - planned)
     return median(beyond) / _ends(ranks)
+
+
+def work_of(costs: Costs) -> float:
+    """Return the CPU seconds of all ranks for a minibatch, as a plan has them."""
+    d = costs.durations
+    turns = zip(d.load_forward, d.forward, d.load_backward, d.backward, strict=True)
+    shares = zip(turns, d.update, costs.places, costs.way.replicas, strict=True)
+    return sum(r * (place.microbatches * sum(turn) + update) for turn, update, place, r in shares)
 
 
 def _ends(ranks: int) -> int:
@@ -141,9 +110,9 @@ def _ends(ranks: int) -> int:
 
 
 def _used(stage: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
-    pipe = DistributedPipeline(
+    pipe = st.DistributedPipeline(
         stage,
-        lambda params: optim.SGD(params, lr=0.0, momentum=0.9),
+        lambda params: st.optim.SGD(params, lr=0.0, momentum=0.9),
         nn.functional.mse_loss,
         "vanilla",
         microbatches=_MICROBATCHES,
