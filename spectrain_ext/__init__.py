@@ -25,6 +25,7 @@ except ModuleNotFoundError as _error:
         "finds what that installed",
         name=_error.name,
     ) from None
+from spectrain_ext import operators as _operators
 from spectrain_ext import optim
 from spectrain_ext.errors import CheckpointError, RankError, StageError
 from spectrain_ext.method import (
@@ -36,24 +37,8 @@ from spectrain_ext.method import (
     pipemare,
     second_order,
     spectrain,
-    xgrad,
 )
-from spectrain_ext.operators import (
-    Plan,
-    adam_predict,
-    adam_step_,
-    corrections,
-    distance,
-    extrapolate,
-    laws,
-    predict,
-    predict_,
-    restore_,
-    sgd_step_,
-    stash,
-    stash_predict_,
-    swap_,
-)
+from spectrain_ext.operators import laws
 from spectrain_ext.pipeline import Microbatches, Pipeline
 from spectrain_ext.schedule import ScheduleError
 
@@ -61,7 +46,22 @@ if TYPE_CHECKING:
     from spectrain_ext import checkpoint, codecs, partitioning, passes
     from spectrain_ext.distributed import DistributedPipeline, join_ranks
     from spectrain_ext.observation import Metrics, Trace
-    from spectrain_ext.operators import averaging
+    from spectrain_ext.operators import (
+        Plan,
+        adam_predict,
+        adam_step_,
+        averaging,
+        corrections,
+        distance,
+        extrapolate,
+        predict,
+        predict_,
+        restore_,
+        sgd_step_,
+        stash,
+        stash_predict_,
+        swap_,
+    )
     from spectrain_ext.partitioning import materialize, partition
     from spectrain_ext.pipeline.observer import Observer
 
@@ -113,7 +113,6 @@ __all__ = [
     "stash",
     "stash_predict_",
     "swap_",
-    "xgrad",
 ]
 
 
@@ -124,7 +123,6 @@ _LATER = {
     "Metrics": "observation",
     "Observer": "pipeline.observer",
     "Trace": "observation",
-    "averaging": "operators.averaging",
     "checkpoint": "checkpoint",
     "codecs": "codecs",
     "join_ranks": "distributed",
@@ -132,6 +130,7 @@ _LATER = {
     "partition": "partitioning",
     "partitioning": "partitioning",
     "passes": "passes",
+    **dict.fromkeys(_operators.__all__, "operators"),
 }
 
 
@@ -139,4 +138,9 @@ def __getattr__(name: str) -> _Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = _import_module(f"{__name__}.{_LATER[name]}")
-    return module if _LATER[name].endswith(name) else getattr(module, name)
+    value = globals()[name] = module if _LATER[name] == name else getattr(module, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

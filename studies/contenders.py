@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 from spectrain_ext.cli.options import method_of
 from spectrain_ext.method import Method, delay, find_method, hybrid
 from spectrain_ext.method.formulas import RatesByDelay, rest_of_delay
-from spectrain_ext.operators.averaging import Averaging, Elastic, Sparse
+from spectrain_ext.operators.averaging import Averaging, Elastic
 from spectrain_ext.schedule import Law
+
+from .sparse import Sparse
 
 
 class Contender(NamedTuple):

@@ -280,7 +280,7 @@ class Delayed:
 
     def compute(self, value: Tensor, target: Tensor) -> Tensor:
         """Do the same without the updates, which must follow."""
-        while (then := self._phase.then) and self.minibatches >= (then.after or 0):
+        while (then := self._phase.then) and self.minibatches >= then.after:
             self._enter()
         parts = value.tensor_split(min(self._microbatches, len(value)))
         sizes = [len(part) for part in parts]

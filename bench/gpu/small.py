@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import spectrain_ext as st
-from spectrain_ext.operators.numbers import Adam
 
 from .cases import Cases
 from .scale import Scale
@@ -63,12 +62,12 @@ def _kernels(wt: torch.dtype, vt: torch.dtype, offset: int, scale: Scale) -> Non
 def _adam(w: list[Tensor], m: list[Tensor], u: list[Tensor], g: list[Tensor], outs: Any) -> None:
     """Run AdamW and NAdam with predictions by the linear law and by Adam's loop."""
     plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, grads=g, outs=outs)
-    adamw = Adam(1e-3, (0.9, 0.999), 1e-8, 0.01, 1, True)
-    nadam = Adam(1e-3, (0.9, 0.999), 1e-8, 0.0, 2, momentum_decay=4e-3, mu_product=0.8)
-    plan.adam_step_([adamw], predict=[2.0, st.laws.Geometric(3)])
-    plan.adam_step_([nadam], predict=[2.0])
-    plan.predict([adamw], steps=2.0, out=1)
-    plan.predict_([adamw], steps=st.laws.Geometric(2))
+    adamw = {"lr": 1e-3, "weight_decay": 0.01, "step": 1, "decoupled_weight_decay": True}
+    nadam = {"lr": 1e-3, "step": 2, "momentum_decay": 4e-3, "mu_product": 0.8}
+    plan.adam_step_(**adamw, predict=[2.0, st.laws.Geometric(3)])
+    plan.adam_step_(**nadam, predict=[2.0])
+    plan.predict(**adamw, steps=2.0, out=1)
+    plan.predict_(**adamw, steps=st.laws.Geometric(2))
 
 
 def _many(scale: Scale) -> None:

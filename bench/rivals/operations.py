@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from spectrain_ext import operators
-from spectrain_ext.operators.numbers import Adam
 from spectrain_ext.operators.plan import Plan
 
 from .workloads import Streams, Workload, dtype_of
@@ -77,11 +76,6 @@ def applies(operation: Operation, work: Workload) -> bool:
     return work.precision.name != "mixed" or operation not in _IN_PLACE
 
 
-def adam_numbers() -> Adam:
-    """Return the arguments of every AdamW step."""
-    return Adam(ADAM_LR, BETAS, EPS, DECAY, STEP, True)
-
-
 def ours(operation: Operation, s: Streams) -> dict[str, Call]:
     """Return the module-level operator and the plan on the tensors of `s`."""
     letters, adam = operation.letters, operation.adam
@@ -109,10 +103,10 @@ def ours(operation: Operation, s: Streams) -> dict[str, Call]:
             }
         u = s["u"]
         options: dict[str, Any] = {"lr": ADAM_LR, "step": STEP, "betas": BETAS, "eps": EPS}
-        options |= {"weight_decay": DECAY, "decoupled_weight_decay": True, "predict": pairs}
+        options |= {"weight_decay": DECAY, "decoupled_weight_decay": True}
         return {
-            "operator": lambda: operators.adam_step_(w, g, v, u, **options),
-            "Plan": lambda: plan.adam_step_([adam_numbers()], predict=ahead),
+            "operator": lambda: operators.adam_step_(w, g, v, u, **options, predict=pairs),
+            "Plan": lambda: plan.adam_step_(**options, predict=ahead),
         }
     function, method = getattr(operators, operation.name), getattr(plan, operation.name)
     lists = [s[letter] for letter in "wkv" if letter in letters]

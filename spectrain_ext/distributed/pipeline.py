@@ -224,10 +224,10 @@ class DistributedPipeline(Pipeline):
     def averaged(self) -> Iterator[None]:
         """Set the parameters to the replicas' average inside a ``with`` block, between two runs.
 
-        The average is the centre of ``Elastic`` and the mean over replicas of ``Sparse``. On exit
-        each replica gets its own weights back. Without ``AverageWeights`` nothing changes. All
-        ranks must enter it. ``evaluate`` and calling the pipeline enter it themselves;
-        ``state_dict`` holds the replica's own weights unless called inside.
+        The average is the centre of ``Elastic``. On exit each replica gets its own weights back.
+        Without ``AverageWeights`` nothing changes. All ranks must enter it. ``evaluate`` and
+        calling the pipeline enter it themselves; ``state_dict`` holds the replica's own weights
+        unless called inside.
 
         Raises:
             RuntimeError: a run has not ended, or an earlier one failed.

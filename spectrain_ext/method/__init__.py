@@ -12,7 +12,6 @@ from .registry import (
     pipemare,
     second_order,
     spectrain,
-    xgrad,
 )
 from .stages import (
     check_optimizer,
@@ -55,7 +54,6 @@ __all__ = [
     "rules_at",
     "second_order",
     "spectrain",
-    "xgrad",
 ]
 
 _ON_FIRST_USE = {

@@ -6,9 +6,12 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import sqrt
+from typing import TYPE_CHECKING
 
-from spectrain_ext.operators.corrections import Correction
 from spectrain_ext.schedule import FLUSHING, Generator, Place, Rules, count_stage
+
+if TYPE_CHECKING:
+    from spectrain_ext.operators.corrections import Correction
 
 
 def none(place: Place) -> int:

@@ -9,8 +9,8 @@ from functools import partial
 from math import inf
 from typing import Any, Literal
 
+from spectrain_ext import operators
 from spectrain_ext.errors import unknown
-from spectrain_ext.operators import corrections
 from spectrain_ext.schedule import Law, Place
 
 from . import formulas
@@ -71,27 +71,6 @@ def second_order(
     )
 
 
-def xgrad(*, steps: int = 1) -> Method:
-    """Return the ``xgrad`` method (Guan et al., 2023), which looks ahead on one device.
-
-    Args:
-        steps: the updates by which gradients are computed ahead.
-
-    Example:
-        >>> method = st.xgrad(steps=2)
-        >>> optimizer = lambda params: st.optim.SGD(params, lr=0.1, momentum=0.9)
-        >>> pipe = st.Pipeline([nn.Linear(4, 1)], optimizer, nn.functional.mse_loss, method=method)
-    """
-    return Method(
-        "xgrad",
-        "looks ahead on one device: gradients at the predicted weights, updates of the true ones",
-        schedule="gpipe",
-        forward_horizon=lambda place: steps,
-        backward="stash",
-        max_stages=1,
-    )
-
-
 def hybrid(
     first: str | Method = "pipedream",
     then: str | Method = "sync",
@@ -132,21 +111,20 @@ def hybrid(
     return both
 
 
-def pipemare(*, updates: float = 1000, warm_up: int = 0) -> Method:
-    """Return the ``pipemare`` method: T1, T2 and T3 of PipeMare (Yang et al., arXiv 1910.05124).
+def pipemare(*, updates: float = 1000) -> Method:
+    """Return the ``pipemare`` method: T1 and T2 of PipeMare (Yang et al., arXiv 1910.05124).
+
+    T3 is synchronous training before it: ``hybrid("1f1b", pipemare())``.
 
     Args:
         updates: the updates over which learning rates rise from 1/D of themselves (T1). The paper
             has a number for every task; choose one that is small compared with the training and not
             smaller than a warm-up of learning rates.
-        warm_up: minibatches of synchronous training, by ``1f1b``, before all of that (T3).
 
     Example:
-        >>> st.pipemare(updates=500, warm_up=100).name
+        >>> st.hybrid("1f1b", st.pipemare(updates=500), after=100).name
         '1f1b+pipemare@100'
     """
-    if warm_up:
-        return hybrid("1f1b", pipemare(updates=updates), after=warm_up)
     return Method(
         "pipemare",
         "learning rates begin with 1/delay, backwards look back to their forward's weights (2019)",
@@ -235,7 +213,7 @@ _2BW = Method(
 _SC = Method(
     "sc",
     "late gradients at once get the momentum's share by now (Kosson et al., 2020)",
-    correction=formulas.where_late(corrections.SpikeCompensation),
+    correction=formulas.where_late(lambda late: operators.corrections.SpikeCompensation(late)),
     families=("sgd",),
 )
 
@@ -324,7 +302,14 @@ _ROWS: tuple[Method | tuple[str, Callable[[], Method]], ...] = (
     ("interleaved", interleaved),
     ("interleaved-async", partial(interleaved, flushes=False)),
     ("wpipe", _wpipe),
-    xgrad(),
+    Method(
+        "xgrad",
+        "looks ahead on one device: gradients at the predicted weights, updates of the true ones",
+        schedule="gpipe",
+        forward_horizon=lambda place: 1,
+        backward="stash",
+        max_stages=1,
+    ),
     Method(
         "zb-h1",
         "1f1b, backwards in two halves, those of the weights put off (ZB-H1, arXiv 2401.10241)",
@@ -348,14 +333,15 @@ _ROWS: tuple[Method | tuple[str, Callable[[], Method]], ...] = (
         _2BW,
         "error-feedback",
         "pipedream-2bw, and a step makes up for what the one before has missed (2606.30634)",
-        correction=lambda place: corrections.ErrorFeedback(),  # every stage is late by one
+        # Every stage is late by one.
+        correction=lambda place: operators.corrections.ErrorFeedback(),
         families=("sgd", "adam", "adamw"),
     ),
     _like(
         _PIPEDREAM,
         "braking",
         "gradients along the momentum shrink, those against it grow (Venigalla et al., 2020)",
-        correction=formulas.where_late(lambda late: corrections.AdaptiveBraking(1.0)),
+        correction=formulas.where_late(lambda late: operators.corrections.AdaptiveBraking(1.0)),
         families=("sgd",),
     ),
     _like(
@@ -363,13 +349,13 @@ _ROWS: tuple[Method | tuple[str, Callable[[], Method]], ...] = (
         "dc-asgd",
         "pipedream with gradients carried on to the weights they meet (Zheng et al., 2017)",
         # The paper's constant strength.
-        correction=formulas.where_late(lambda late: corrections.DelayCompensation(0.04)),
+        correction=formulas.where_late(lambda late: operators.corrections.DelayCompensation(0.04)),
     ),
     _like(
         _PIPEDREAM,
         "gap-aware",
         "pipedream with gradients divided by how far the weights have moved (Barkai et al., 2020)",
-        correction=formulas.where_late(lambda late: corrections.GapAware()),
+        correction=formulas.where_late(lambda late: operators.corrections.GapAware()),
     ),
     _like(
         pipemare(),

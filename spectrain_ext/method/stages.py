@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import lcm
-from typing import Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import torch
 
-from spectrain_ext.operators.corrections import Correction
 from spectrain_ext.schedule import Place, Replicas, Rules, find_generator, flushes, put_off
 
 from .formulas import WINDOWS, WINDOWS_OF_SCHEDULES, delay_under
 from .registry import is_registered
 from .value import FAMILIES, Method, Window, WindowRule, correction_at, named, phases_of
+
+if TYPE_CHECKING:
+    from spectrain_ext.operators.corrections import Correction
 
 # Windows.
 

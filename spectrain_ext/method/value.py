@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import starmap
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from spectrain_ext.operators import laws
-from spectrain_ext.operators.corrections import Correction, as_correction
-from spectrain_ext.operators.numbers import Corrected
 from spectrain_ext.schedule import Backward, Generator, Law, Place, Reads
 
 from .formulas import RatesByDelay, as_late, delay, none
+
+if TYPE_CHECKING:
+    from spectrain_ext.operators.corrections import Correction
+    from spectrain_ext.operators.numbers import Corrected
 
 StageRule = Callable[[Place], int]
 WindowRule = Callable[[int, int, int], int]  # (stage k, stages N, microbatches M) -> microbatches
@@ -154,8 +156,12 @@ def correction_at(method: Method, place: Place) -> Correction | None:
     if method.correction is None:
         return None
     correction = method.correction(as_late(method.schedule, place))
+    if correction is None:
+        return None
+    from spectrain_ext.operators.corrections import as_correction  # loaded where used
+
     try:
-        return None if correction is None else as_correction(correction)
+        return as_correction(correction)
     except TypeError as error:
         why = str(error).removeprefix("correction: ")
         raise TypeError(f"{named(method, 'correction', place)}: {why}") from None

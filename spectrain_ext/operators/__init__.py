@@ -1,24 +1,31 @@
 """Fused operators on lists of arrays, prepared plans, prediction laws and gradient corrections."""
 
-from . import corrections, laws
-from .functions import (
-    adam_predict,
-    distance,
-    extrapolate,
-    predict,
-    predict_,
-    restore_,
-    stash,
-    stash_predict_,
-    swap_,
-)
-from .plan import Plan
-from .steps import adam_step_, sgd_step_
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from . import laws
+
+if TYPE_CHECKING:
+    from . import averaging, corrections
+    from .functions import (
+        adam_predict,
+        distance,
+        extrapolate,
+        predict,
+        predict_,
+        restore_,
+        stash,
+        stash_predict_,
+        swap_,
+    )
+    from .plan import Plan
+    from .steps import adam_step_, sgd_step_
 
 __all__ = [
     "Plan",
     "adam_predict",
     "adam_step_",
+    "averaging",
     "corrections",
     "distance",
     "extrapolate",
@@ -31,3 +38,19 @@ __all__ = [
     "stash_predict_",
     "swap_",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # A pipeline calls none of them. The first one registers all in torch.ops.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in ("averaging", "corrections"):
+        return import_module(f".{name}", __name__)
+    for file in ("functions", "steps", "plan"):
+        operators = vars(import_module(f".{file}", __name__))
+        globals().update((each, operators[each]) for each in __all__ if each in operators)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

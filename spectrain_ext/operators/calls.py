@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
 from itertools import compress
 from typing import Any, Protocol, TypeAlias, TypedDict, cast
 
@@ -16,18 +13,8 @@ from torch import Tensor
 from spectrain_ext import _C
 from spectrain_ext._C import Role as Role
 
-from .laws import Horizons, Law, Linear, after_first_step, as_laws, terms_of
-from .numbers import (
-    Adam,
-    Hyperparameters,
-    Rate,
-    Setting,
-    Sgd,
-    Term,
-    horizon,
-    learning_rate,
-    non_negative,
-)
+from .laws import Law, after_first_step, terms_of
+from .numbers import Adam, Hyperparameters, Rate, Setting, Sgd, Term
 
 # Arrays.
 
@@ -82,16 +69,6 @@ def device_of(array: Any) -> torch.device:
     return torch.device("cuda", index) if kind == _DLPACK_CUDA else torch.device("cpu")
 
 
-#: By the name of an argument, of a plan or a step.
-ROLES = {
-    "momentum_buffers": Role.MOMENTUM,
-    "exp_avgs": Role.MOMENTUM,
-    "exp_avg_sqs": Role.SECOND,
-    "grads": Role.GRADS,
-    "stashed": Role.STASHED,
-}
-
-
 class Lists:
     """The array arguments of one call: all single arrays, or all sequences."""
 
@@ -133,47 +110,11 @@ class Lists:
                 written += compress(arrays, self._stepped)
         bump_versions(written)
 
-    def like(self, i: int, stream: Any) -> Any:
-        """Return a new array like one of the first argument's, allocated for use on the stream."""
-        value = self.params[i]
-        if isinstance(value, Tensor):
-            with current(stream, value.device):
-                return torch.empty_like(value)
-        framework = framework_of(value)
-        if framework == "numpy":  # a plain array, even for memory-mapped ones
-            return cast(Any, sys.modules["numpy"]).empty_like(value, subok=False)
-        if framework == "cupy":
-            cupy = cast(Any, sys.modules["cupy"])
-            if stream is None:
-                return cupy.empty_like(value)
-            with cupy.cuda.ExternalStream(_C.stream_handle(stream)):
-                return cupy.empty_like(value)
-        place = self._first if self.single else f"{self._first}[{i}]"
-        raise TypeError(
-            f"{place}: expected a tensor, or a NumPy or CuPy array, where out is None; "
-            f"got {type(value).__name__}"
-        )
-
-    def plan(self, groups: Sequence[int] | None = None) -> _C.Plan:
-        """Validate all arguments and build a native plan."""
-        return _C.Plan(self._lists, self._checked_groups(groups), self.single)
-
-    def _checked_groups(self, groups: Sequence[int] | None) -> Sequence[int]:
-        if groups is None:
-            return ()
-        if isinstance(groups, str) or not isinstance(groups, Iterable):
-            raise TypeError(f"groups: expected a sequence of indices, got {groups!r}")
-        indices = tuple(groups)
-        if len(indices) != len(self.params):
-            raise ValueError(
-                f"groups: expected one entry per tensor, {len(self.params)}, got {len(indices)}"
-            )
-        for i, index in enumerate(indices):
-            if isinstance(index, bool) or not hasattr(index, "__index__"):
-                raise TypeError(f"groups[{i}]: expected an index, got {index!r}")
-            if not 0 <= index < _C.MAX_GROUPS:
-                raise ValueError(f"groups[{i}]: expected 0 to {_C.MAX_GROUPS - 1}, got {index}")
-        return indices
+    def plan(self, groups: Sequence[int] = ()) -> _C.Plan:
+        """Validate all arguments and build a native plan; `groups`: of every tensor, if several."""
+        if groups and max(groups) >= _C.MAX_GROUPS:
+            raise ValueError(f"groups: expected at most {_C.MAX_GROUPS}, got {max(groups) + 1}")
+        return _C.Plan(self._lists, groups, self.single)
 
 
 def current(stream: Any, device: torch.device | None) -> AbstractContextManager[object]:
@@ -195,9 +136,9 @@ def bytes_for(n: int, device: int, handle: int) -> Tensor:
         return torch.empty(n, dtype=torch.uint8, device=torch.device("cuda", device))
 
 
-def bump_versions(*lists: Sequence[object]) -> None:
+def bump_versions(arrays: Iterable[object]) -> None:
     """Bump autograd's version counters of tensors that were written in place."""
-    tensors = [t for arrays in lists for t in arrays if isinstance(t, Tensor)]
+    tensors = [array for array in arrays if isinstance(array, Tensor)]
     if not tensors:
         return
     try:
@@ -216,79 +157,6 @@ Rates: TypeAlias = tuple[Tensor | None, ...] | None  # of every group that has o
 Prediction: TypeAlias = tuple[str, Terms, tuple[float, ...], Rates]
 # Those of its `step`: operation, settings, outputs with the terms of their predictions, rates.
 Step: TypeAlias = tuple[str, list[Setting], list[tuple[int, Terms]], Rates]
-_PLAIN = frozenset((float, int, bool, type(None)))
-_HORIZONS = _PLAIN - {bool}
-_OF_CALLS = ("predict", "stream", "first_step")  # keywords that are no hyperparameters
-
-
-class SgdNumbers(TypedDict, total=False):
-    """SGD's hyperparameters as keywords: fields of ``numbers.Sgd``."""
-
-    lr: float
-    momentum: float | None
-    dampening: float
-    weight_decay: float
-    nesterov: bool
-    maximize: bool
-    decoupled_weight_decay: bool
-    smoothed: bool
-
-
-class StepCall(StepOptions, total=False):
-    """Keywords of a plan's step under every rule."""
-
-    predict: Sequence[Horizons | None]
-    stream: Any
-
-
-class SgdStep(SgdNumbers, StepCall, total=False):
-    """Keywords of a plan's step of SGD."""
-
-    first_step: bool | Sequence[bool]
-
-
-class AdamStep(StepCall, total=False):
-    """Keywords of a plan's step of Adam: fields of ``numbers.Adam``."""
-
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    step: int
-    decoupled_weight_decay: bool
-    maximize: bool
-    momentum_decay: float | None
-    mu_product: float
-
-
-def sgd_prediction(
-    n_groups: int,
-    steps: Horizons,
-    lr: float,
-    momentum: float | None = None,
-    weight_decay: float = 0.0,
-    nesterov: bool = False,
-    dampening: float = 0.0,
-    maximize: bool = False,
-    decoupled_weight_decay: bool = False,
-    smoothed: bool = False,
-) -> Prediction:
-    """Translate a prediction under SGD with the same hyperparameters for all groups."""
-    rate = learning_rate(lr)
-    if type(weight_decay) is not float:
-        weight_decay = non_negative("weight_decay", weight_decay)
-    plain = momentum is None and not weight_decay and not nesterov
-    if plain and type(rate) is float and isinstance(steps, (int, float)):  # made fast
-        distance = rate * horizon("steps", steps)
-        return "sgd_predict", [[Term(1.0, distance)] if distance else []] * n_groups, (), None
-    laws = as_laws(steps, n_groups)
-    if momentum is None:
-        for law in laws:
-            if not isinstance(law, Linear):
-                raise ValueError(f"momentum: {law} needs it")
-        momentum = 1.0
-    more = nesterov, maximize, decoupled_weight_decay, smoothed
-    return prediction([Sgd(rate, momentum, dampening, weight_decay, *more)] * n_groups, laws)
 
 
 def prediction(groups: Numbers, laws: Sequence[Law]) -> Prediction:
@@ -315,72 +183,10 @@ def _rates(groups: Numbers) -> Rates:
     return None if rates.count(None) == len(rates) else rates
 
 
-class Row:
-    """An operator's arguments, as its function declares them."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.name = function.__name__.removeprefix("_")
-        self.parameters = inspect.signature(function).parameters
-        every = self.parameters.items()
-        self.positional = [name for name, p in every if p.kind is p.POSITIONAL_OR_KEYWORD]
-        self.lists = [name for name in self.positional if name != "out"]
-        self.optional = {name for name, p in every if p.annotation == "Written | None"}  # lists
-        self.keywords = {name: p for name, p in every if p.kind is p.KEYWORD_ONLY}
-
-
-class StepRow(Row):
-    """The arguments of a step of an update rule."""
-
-    def __init__(self, rule: type[Hyperparameters], function: Callable[..., None]) -> None:
-        super().__init__(function)
-        self.rule = rule
-        numbers = {name: p for name, p in self.keywords.items() if name not in _OF_CALLS}
-        self.required = [name for name, p in numbers.items() if p.default is p.empty]
-        self.numbers = frozenset(numbers)  # the rule's hyperparameters
-        self.takes_first_step = "first_step" in self.keywords
-        self.counts = "step" in numbers  # no step has the numbers of the one before
-
-    def split(self, keywords: dict[str, Any]) -> tuple[dict[str, Any], StepOptions]:
-        """Return the hyperparameters among keyword arguments, and the rest, a step's options."""
-        if keywords.keys() <= self.numbers:  # the common case first
-            return keywords, {}
-        others = [name for name in keywords if name not in self.numbers]
-        options = {name: keywords.pop(name) for name in others}
-        return keywords, cast(StepOptions, options)
-
-    def arguments(
-        self,
-        numbers: dict[str, Any],
-        n_groups: int,
-        predict: Sequence[Horizons | None],
-        first_step: bool | Sequence[bool] = False,
-    ) -> Step:
-        """Translate a step with the same hyperparameters for all groups."""
-        if (
-            not self.counts
-            and _PLAIN.issuperset(map(type, numbers.values()))
-            and (len(predict) == 0 or _HORIZONS.issuperset(map(type, predict)))
-        ):
-            return _remembered_step(self, tuple(numbers.items()), tuple(predict), n_groups)
-        return step_arguments([self.hyperparameters(numbers)] * n_groups, predict, first_step)
-
-    def hyperparameters(self, numbers: dict[str, Any]) -> Hyperparameters:
-        for name in self.required:
-            if name not in numbers:
-                raise TypeError(f"{name}: {self.name} needs it, or groups, which have their own")
-        return self.rule(**numbers)
-
-
-@lru_cache(maxsize=256)
-def _remembered_step(
-    row: StepRow, numbers: tuple[Any, ...], predict: tuple[Any, ...], n_groups: int
-) -> Step:
-    """Cache plain numbers: most steps of a training loop have the same ones."""
-    return step_arguments([row.hyperparameters(dict(numbers))] * n_groups, predict)
-
-
 def step_arguments(
-    groups: Numbers, predict: Sequence[Horizons | None], first_step: bool | Sequence[bool] = False
+    groups: Numbers,
+    predict: Sequence[Sequence[Law] | None],  # for every output, by group; None: is not written
+    first_step: bool = False,
 ) -> Step:
     """Translate a step with predictions; ValueError for inconsistent hyperparameters."""
     operation = groups[0].operation
@@ -388,33 +194,11 @@ def step_arguments(
         if numbers.operation != operation:
             raise ValueError("momentum: expected it to be 0 in all groups, or in none")
     predictions: list[tuple[int, Terms]] = []
-    for j, steps in enumerate(predict):
-        if steps is not None:
+    for j, laws in enumerate(predict):
+        if laws is not None:
             if not groups[0].has_momentum:
                 raise ValueError("predict: a prediction needs momentum > 0")
-            laws = as_laws(steps, len(groups), f"predict[{j}]")
-            if first_step is not False:
-                plain, laws = laws, list(map(after_first_step, laws, cast("Sequence[Sgd]", groups)))
-                if first_step is not True and laws != plain:
-                    raise ValueError(
-                        "first_step: expected the same for all tensors, since predict= has a "
-                        "second-order prediction and the first step is without dampening and "
-                        "averaging; step the others in a call of their own"
-                    )
+            if first_step:
+                laws = list(map(after_first_step, laws, cast("Sequence[Sgd]", groups)))
             predictions.append((j, list(map(terms_of, laws, groups))))
     return operation, [each.setting() for each in groups], predictions, _rates(groups)
-
-
-def first_steps(first_step: bool | Sequence[bool], n: int) -> bool | list[bool]:
-    """Check the flags of n tensors and return one for all, or each where they differ."""
-    if isinstance(first_step, bool):
-        return first_step
-    given = list(first_step) if isinstance(first_step, Iterable) else [""]
-    if not all(hasattr(type(flag), "__bool__") for flag in given):  # strings have none
-        raise TypeError(f"first_step: expected a bool or a sequence of bools, got {first_step!r}")
-    flags = [bool(flag) for flag in given]
-    if len(flags) != n:
-        raise ValueError(
-            f"first_step: expected a bool or one for each of the {n} tensors, got {len(flags)}"
-        )
-    return flags if any(flags) and not all(flags) else any(flags)

@@ -20,11 +20,19 @@ _FAR_LONGER = 1e8  # than a momentum: the angle is known to eight digits
 
 
 class Correction:
-    """A correction of a step's gradient, as a value."""
+    """A correction in a step's coefficients, which costs nothing; by default the plain ones."""
 
     __slots__ = ()
     reads_stale: ClassVar[bool] = False  # the weights that the gradient was computed with
     buffers: ClassVar[tuple[str, ...]] = ()  # keys of its state, shaped like the parameters
+
+    def sgd(self, numbers: Sgd) -> Term:
+        """Return the step under SGD; ValueError for numbers it does not support."""
+        return numbers.term()
+
+    def adam(self, numbers: Adam) -> Term:
+        """Return the step under Adam, AdamW and NAdam; ValueError as for SGD."""
+        raise ValueError(f"{self} is defined for SGD")
 
 
 class Late(NamedTuple):
@@ -98,7 +106,8 @@ class GapAware(StaleCorrection):
     far. Adam: C = sqrt(A_hat) + eps, A the average of the squared updates, without decoupled decay,
     which is not corrected. After an update A <- decay*A + (1 - decay)*(its square), and
     A_hat = A/(1 - decay^n) after n updates. The first update corrects nothing. Unchanged weights
-    give the plain step bit for bit.
+    give the plain step bit for bit. State has A as ``gap_average`` and n as ``gap_step``, and
+    parameter groups the largest learning rate as ``gap_rate``.
 
     Args:
         decay: of the average, below 1.
@@ -146,22 +155,8 @@ class GapAware(StaleCorrection):
         torch._foreach_add_(averages, squares)
 
 
-class StepCorrection(Correction):
-    """A correction in a step's coefficients, which costs nothing; by default the plain ones."""
-
-    __slots__ = ()
-
-    def sgd(self, numbers: Sgd) -> Term:
-        """Return the step under SGD; ValueError for numbers it does not support."""
-        return numbers.term()
-
-    def adam(self, numbers: Adam) -> Term:
-        """Return the step under Adam, AdamW and NAdam; ValueError as for SGD."""
-        raise ValueError(f"{self} is defined for SGD")
-
-
 @dataclass(frozen=True, slots=True)
-class OwnCorrection(StepCorrection):
+class OwnCorrection(Correction):
     """Wraps an object with its own ``sgd`` and ``adam``."""
 
     rule: Corrected
@@ -190,7 +185,7 @@ def as_correction(value: Any) -> Correction:
 
 
 @dataclass(frozen=True, slots=True)
-class SpikeCompensation(StepCorrection):
+class SpikeCompensation(Correction):
     """Gives a late gradient at once the share of the momentum that it would have by now.
 
     W' = W - lr*(mu^D*v' + (1 - mu^D)/(1 - mu)*d) (Kosson et al., arXiv 2003.11666), for SGD. D = 0
@@ -222,7 +217,7 @@ class SpikeCompensation(StepCorrection):
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorFeedback(StepCorrection):
+class ErrorFeedback(Correction):
     """Makes up for what the previous update has missed, for a delay of one update.
 
     W' = W - lr*(2*u' - u), u the previous update, 0 at first (arXiv 2606.30634). SGD: u is the
@@ -256,7 +251,7 @@ class ErrorFeedback(StepCorrection):
 
 
 @dataclass(frozen=True, slots=True)
-class AdaptiveBraking(StepCorrection):
+class AdaptiveBraking(Correction):
     """Shrinks gradients along the momentum and grows those against it.
 
     v' = mu*v + (1 - strength*cos(g, v))*g, with the angle of each parameter's own tensors

@@ -14,14 +14,18 @@ out of range. Errors name the argument and the index, and leave all tensors unch
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
 
+from spectrain_ext import _C
+
 from .calls import (
     Lists,
+    Prediction,
     Role,
     Tensors,
     Written,
@@ -30,23 +34,71 @@ from .calls import (
     framework_of,
     is_array,
     prediction,
-    sgd_prediction,
 )
-from .laws import Horizon, as_laws
+from .laws import Horizon, Linear, as_law
 from .library import operator
-from .numbers import Adam, horizon
+from .numbers import Adam, Sgd, Term, horizon, learning_rate, non_negative
 
 T = TypeVar("T", Tensor, Sequence[Tensor], Any)  # Any: arrays of other frameworks
 
 
+def sgd_prediction(
+    steps: Horizon,
+    lr: float,
+    momentum: float | None = None,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    dampening: float = 0.0,
+    maximize: bool = False,
+    decoupled_weight_decay: bool = False,
+    smoothed: bool = False,
+) -> Prediction:
+    """Translate a prediction under SGD."""
+    rate = learning_rate(lr)
+    if type(weight_decay) is not float:
+        weight_decay = non_negative("weight_decay", weight_decay)
+    plain = momentum is None and not weight_decay and not nesterov
+    if plain and type(rate) is float and isinstance(steps, (int, float)):  # made fast
+        distance = rate * horizon("steps", steps)
+        return "sgd_predict", [[Term(1.0, distance)] if distance else []], (), None
+    law = as_law(steps)
+    if momentum is None:
+        if not isinstance(law, Linear):
+            raise ValueError(f"momentum: {law} needs it")
+        momentum = 1.0
+    more = nesterov, maximize, decoupled_weight_decay, smoothed
+    return prediction([Sgd(rate, momentum, dampening, weight_decay, *more)], [law])
+
+
 def _output(lists: Lists, role: Role, out: Tensors | None, stream: Any) -> Any:
-    """Return `out`, or new tensors with the layout of the parameters."""
+    """Return `out`, or new arrays with the layout of the parameters."""
     if out is None:
         with torch.no_grad():
-            new = [lists.like(i, stream) for i in range(len(lists.params))]
+            new = [_new_like(lists, i, stream) for i in range(len(lists.params))]
         out = new[0] if lists.single else new
     lists.add(role, "out", out, writes=True)
     return out
+
+
+def _new_like(lists: Lists, i: int, stream: Any) -> Any:
+    """Return a new array like a parameter, allocated for use on the stream."""
+    value = lists.params[i]
+    if isinstance(value, Tensor):
+        with current(stream, value.device):
+            return torch.empty_like(value)
+    framework = framework_of(value)
+    if framework == "numpy":  # a plain array, even for memory-mapped ones
+        return cast(Any, sys.modules["numpy"]).empty_like(value, subok=False)
+    if framework == "cupy":
+        cupy = cast(Any, sys.modules["cupy"])
+        if stream is None:
+            return cupy.empty_like(value)
+        with cupy.cuda.ExternalStream(_C.stream_handle(stream)):
+            return cupy.empty_like(value)
+    raise TypeError(
+        f"params{'' if lists.single else f'[{i}]'}: expected a tensor, or a NumPy or CuPy array, "
+        f"where out is None; got {type(value).__name__}"
+    )
 
 
 @operator
@@ -83,7 +135,7 @@ def predict_(
     lists = Lists(params, "params", writes=True)
     lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
     plan = lists.plan()
-    by = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
+    by = sgd_prediction(steps, lr, momentum, weight_decay, nesterov)
     plan.predict(*by, None, stream)
     lists.bump()
 
@@ -114,7 +166,7 @@ def predict(
     lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
     result = _output(lists, Role.OUT, out, stream)
     plan = lists.plan()
-    by = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
+    by = sgd_prediction(steps, lr, momentum, weight_decay, nesterov)
     plan.predict(*by, 0, stream)
     lists.bump()
     return cast(T, result)
@@ -196,7 +248,7 @@ def stash_predict_(
     lists.add(Role.STASHED, "stashed", stashed, writes=True)
     lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
     plan = lists.plan()
-    by = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
+    by = sgd_prediction(steps, lr, momentum, weight_decay, nesterov)
     plan.stash_predict_(*by, stream)
     lists.bump()
 
@@ -234,7 +286,7 @@ def adam_predict(
     result = _output(lists, Role.OUT, out, stream)
     numbers = Adam(lr, betas, eps, weight_decay, step, decoupled_weight_decay)
     plan = lists.plan()
-    plan.predict(*prediction([numbers], as_laws(steps, 1)), 0, stream)
+    plan.predict(*prediction([numbers], [as_law(steps)]), 0, stream)
     lists.bump()
     return cast(T, result)
 

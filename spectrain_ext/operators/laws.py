@@ -6,7 +6,6 @@ Adam), d gradient with weight decay, s horizon in updates.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol, SupportsFloat, TypeAlias
@@ -42,7 +41,6 @@ class Law(Protocol):
 
 
 Horizon: TypeAlias = SupportsFloat | Law
-Horizons: TypeAlias = Horizon | tuple[Horizon, ...]  # for all parameter groups, or one for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,15 +161,6 @@ class SecondOrder(Law):
 
 
 _linear = lru_cache(maxsize=256)(Linear)  # a training loop uses the same few at every step
-
-
-def as_laws(steps: Horizons, n_groups: int, name: str = "steps") -> Sequence[Law]:
-    """Return the law of every parameter group, given one for all or a tuple with one for each."""
-    if not isinstance(steps, tuple):
-        return [as_law(steps, name)] * n_groups
-    if len(steps) != n_groups:
-        raise ValueError(f"{name}: expected one for each of {n_groups} groups, got {len(steps)}")
-    return [as_law(each, f"{name}[{i}]") for i, each in enumerate(steps)]
 
 
 def as_law(steps: Horizon, name: str = "steps") -> Law:

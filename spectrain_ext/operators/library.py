@@ -16,11 +16,11 @@ operators' signatures. They take lists of tensors and plain numbers:
   It becomes a separate operation in a graph.
 - The `others` of `distance` are `count` concatenated lists. Its result has a row per list and a
   column per tensor, plus one for the whole list.
-- `first_step` has one entry per tensor; by default none is the first step.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar, cast
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from .calls import Row, StepOptions, bump_versions
+from .calls import StepOptions, bump_versions
 from .laws import Geometric, Horizon, Linear, SecondOrder
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -125,10 +125,6 @@ def _decoded_predictions(given: dict[str, Any], n: int) -> list[tuple[Horizon, S
     return predict
 
 
-def _flags(first_step: bool | Sequence[bool], n: int) -> dict[str, Any]:
-    return {"first_step": [first_step] * n if isinstance(first_step, bool) else list(first_step)}
-
-
 def _concatenated(others: Sequence[Any], _: int) -> dict[str, Any]:
     return {"others": [t for other in others for t in _list(other)], "count": len(others)}
 
@@ -158,11 +154,21 @@ _FORMS = {
         lambda betas, _: {"beta1": betas[0], "beta2": betas[1]},
         lambda given, _: (given.pop("beta1", 0.9), given.pop("beta2", 0.999)),
     ),
-    "bool | Sequence[bool]": _Form(
-        "bool[]? first_step=None", _flags, lambda given, _: given.get("first_step") or False
-    ),
     "Sequence[Tensors]": _Form("SymInt count", _concatenated, _taken_apart),
 }
+
+
+class Row:
+    """An operator's arguments, as its function declares them."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.name = function.__name__.removeprefix("_")
+        self.parameters = inspect.signature(function).parameters
+        every = self.parameters.items()
+        self.positional = [name for name, p in every if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self.lists = [name for name in self.positional if name != "out"]
+        self.optional = {name for name, p in every if p.annotation == "Written | None"}  # lists
+        self.keywords = {name: p for name, p in every if p.kind is p.KEYWORD_ONLY}
 
 
 class _Operator(Row):
@@ -289,24 +295,20 @@ def _register(schema: str, kernel: Callable[..., Any]) -> None:
     torch.library.register_fake(f"spectrain::{name}", fake, lib=_library)
 
 
-def operator(
-    function: Function, step: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
-) -> Function:
+def operator(function: Function) -> Function:
     """Register an operator under its name, and use the registered one under torch.compile.
 
     Positional arguments other than `out` are lists of tensors; it writes those of type `Written`.
-    With a `step`, the function only declares the arguments, with which that is called.
     """
     row = _Operator(function)
-    eager = function if step is None else lambda **given: step((), given)
     for schema in row.schemas:
-        _register(schema, row.kernel(eager))
+        _register(schema, row.kernel(function))
 
     @wraps(function)
     def call(*args: Any, **given: Any) -> Any:
         if torch.compiler.is_compiling():
             names = row.positional[: len(args)]
             return row.in_graph(dict(zip(names, args, strict=True), **given))
-        return function(*args, **given) if step is None else step(args, given)
+        return function(*args, **given)
 
     return cast(Function, call)

@@ -3,30 +3,47 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NoReturn, Unpack, cast
+from typing import Any, NoReturn, cast
 
-from .calls import (
-    ROLES,
-    AdamStep,
-    Gradients,
-    Lists,
-    Numbers,
-    Prediction,
-    Role,
-    SgdNumbers,
-    SgdStep,
-    StepRow,
-    Tensors,
-    first_steps,
-    is_array,
-    prediction,
-    sgd_prediction,
-    step_arguments,
-)
-from .laws import Horizons, as_laws
-from .numbers import Adam, Hyperparameters, Sgd, horizon
+from .calls import Gradients, Lists, Prediction, Role, Tensors, is_array, prediction
+from .functions import sgd_prediction
+from .laws import Horizon, as_law
+from .numbers import Adam, horizon
+from .steps import ROLES, ROWS
+
+
+def _step(name: str) -> Callable[..., None]:
+    """Return the method that makes a step of steps.py."""
+    row = ROWS[name]
+    numbers = frozenset(row.numbers)
+
+    def method(self: Plan, **keywords: Any) -> None:
+        predict, stream = keywords.pop("predict", ()), keywords.pop("stream", None)
+        if len(predict) > self._n_outs:
+            raise self._too_many(predict)
+        first = keywords.pop("first_step", False) if "first_step" in row.keywords else False
+        options: Any = {}
+        if not numbers.issuperset(keywords):
+            options = {each: keywords.pop(each) for each in [*keywords] if each not in numbers}
+        names, values = tuple(keywords), tuple(keywords.values())
+        arguments = row.arguments(names, values, predict, first)
+        self._native.step(*arguments, first, options, stream)
+
+    horizons = row.keywords["predict"].replace(annotation="Sequence[Horizon | None]")
+    shown = {**row.keywords, "predict": horizons, "options": row.parameters["options"]}
+    plan, *_ = inspect.signature(method).parameters.values()
+    method.__name__, method.__qualname__ = name, f"Plan.{name}"
+    method.__doc__ = f"""Make a step and write predictions; see `spectrain_ext.{name}`.
+
+        Args:
+            predict: the horizon, or law of `spectrain_ext.laws`, of every output, outs[j]. None
+                does not write outs[j].
+            options: `grad_scale`, `found_inf`, `clip_factor`, `zero_grad`, `rounding_seed`.
+        """
+    vars(method)["__signature__"] = inspect.Signature([plan, *shown.values()])
+    return method
 
 
 class Plan:
@@ -44,10 +61,8 @@ class Plan:
     resized storage) raises RuntimeError and names the tensor. This is not checked for arrays of
     other frameworks and in replays of a captured CUDA graph.
 
-    Steps and predictions take SGD's hyperparameters as keywords, the same for all parameter groups,
-    or as `groups`, one `Sgd` or `Adam` of `spectrain_ext.operators.numbers` per group; and one
-    horizon for all groups, or a tuple with one per group. Adam's hyperparameters are keywords of
-    `adam_step_`, and `groups` in predictions.
+    Predictions take the hyperparameters of `sgd_step_` as keywords, or those of `adam_step_`, which
+    `step`, the number of the last update, tells apart.
 
     A call breaks a torch.compile graph; with `fullgraph=True` use the module-level operators.
     Threads that share a plan take turns; a call from within a call of the same thread raises
@@ -65,8 +80,6 @@ class Plan:
         stashed: where `stash` keeps a version of the weights; like the parameters.
         outs: a sequence of lists like the parameters, for predictions; bfloat16 or float16 is
             allowed for float32 weights.
-        groups: the parameter group of every tensor, from 0; one launch handles all groups. None:
-            one group.
 
     Raises:
         TypeError: an argument is not a dense tensor of a supported dtype.
@@ -90,7 +103,6 @@ class Plan:
         grads: Gradients = None,
         stashed: Tensors | None = None,
         outs: Sequence[Tensors] = (),
-        groups: Sequence[int] | None = None,
     ) -> None:
         lists = Lists(params, "params", writes=True)
         if momentum_buffers is not None and exp_avgs is not None:
@@ -110,68 +122,39 @@ class Plan:
         for j, out in enumerate(outs):
             lists.add(Role.OUT, f"outs[{j}]", out, writes=True)
         self._single, self._params = lists.single, lists.params
-        self._native = lists.plan(groups)
+        self._native = lists.plan()
         self._native.keep(True)
         given_grads = lists.tuple_of(grads) if grads is not None else (None,) * len(self._params)
         self._given = self._not_followed(given_grads)
-        self._n_groups: int = 1 if groups is None else self._native.n_groups
         self._n_outs: int = self._native.n_outs
 
     # Predictions.
 
-    def predict_(
-        self,
-        groups: Numbers | None = None,
-        *,
-        steps: Horizons,
-        stream: Any = None,
-        **numbers: Unpack[SgdNumbers],
-    ) -> None:
+    def predict_(self, *, steps: Horizon, stream: Any = None, **numbers: Any) -> None:
         """Predict weights in place: W <- W - lr*steps*v (SpecTrain, arXiv 1809.02839).
 
-        `steps` may be a law of `spectrain_ext.laws`; 0 keeps the bits. Without `groups` pass `lr`
-        and, for geometric laws, `momentum` and the other hyperparameters of `sgd_step_`.
+        `steps` may be a law of `spectrain_ext.laws`; 0 keeps the bits. Pass `lr` and, for geometric
+        laws, `momentum` and the other hyperparameters of `sgd_step_`.
         """
-        self._native.predict(*self._prediction(groups, steps, numbers), None, stream)
+        self._native.predict(*self._prediction(steps, numbers), None, stream)
 
-    def predict(
-        self,
-        groups: Numbers | None = None,
-        *,
-        steps: Horizons,
-        out: int = 0,
-        stream: Any = None,
-        **numbers: Unpack[SgdNumbers],
-    ) -> None:
+    def predict(self, *, steps: Horizon, out: int = 0, stream: Any = None, **numbers: Any) -> None:
         """Write predicted weights: outs[out] <- W - lr*steps*v. See `predict_`."""
-        by = self._prediction(groups, steps, numbers)
+        by = self._prediction(steps, numbers)
         self._native.predict(*by, self._check_out(out), stream)
 
-    def stash_predict_(
-        self,
-        groups: Numbers | None = None,
-        *,
-        steps: Horizons,
-        stream: Any = None,
-        **numbers: Unpack[SgdNumbers],
-    ) -> None:
+    def stash_predict_(self, *, steps: Horizon, stream: Any = None, **numbers: Any) -> None:
         """Stash and predict in one pass: stashed <- W, then W <- W - lr*steps*v."""
-        self._native.stash_predict_(*self._prediction(groups, steps, numbers), stream)
+        self._native.stash_predict_(*self._prediction(steps, numbers), stream)
 
     def extrapolate(self, *, steps: float, out: int = 0, stream: Any = None) -> None:
         """Predict by weight difference: outs[out] <- W + steps*(W - stashed)."""
         self._native.extrapolate(horizon("steps", steps), self._check_out(out), stream)
 
-    # Steps: `add_step` makes the methods from the rows of steps.py.
+    # Steps.
 
-    if TYPE_CHECKING:
-
-        def sgd_step_(
-            self, groups: Sequence[Sgd] | None = None, **keywords: Unpack[SgdStep]
-        ) -> None: ...
-        def adam_step_(
-            self, groups: Sequence[Adam] | None = None, **keywords: Unpack[AdamStep]
-        ) -> None: ...
+    sgd_step_ = _step("sgd_step_")
+    adam_step_ = _step("adam_step_")
 
     # Versions of the weights.
 
@@ -213,39 +196,10 @@ class Plan:
 
     # Arguments.
 
-    def _prediction(self, groups: Any, steps: Horizons, numbers: Any = ()) -> Prediction:
-        if numbers and groups is None:
-            return sgd_prediction(self._n_groups, steps, **numbers)
-        if numbers:
-            raise _given_twice(numbers)
-        checked = self._checked(groups)
-        for own in checked:
-            if not own.has_momentum:
-                raise ValueError("momentum: a prediction needs momentum > 0")
-        return prediction(checked, as_laws(steps, self._n_groups))
-
-    def _checked(self, groups: Any, rule: type[Hyperparameters] | None = None) -> Any:
-        """Return `groups` if all of them have one type, `rule` if given."""
-        # The common case first: isinstance(..., Sequence) takes longer than everything else.
-        if type(groups) is not list and (
-            isinstance(groups, str) or not isinstance(groups, Sequence)
-        ):
-            raise TypeError(
-                f"groups: expected a sequence with the numbers of every group, got "
-                f"{type(groups).__name__}"
-            )
-        if len(groups) != self._n_groups:
-            raise ValueError(
-                f"groups: expected the numbers of {self._n_groups} groups, got {len(groups)}"
-            )
-        if rule is None:
-            rule = Adam if isinstance(groups[0], Adam) else Sgd
-        for i, given in enumerate(groups):
-            if not isinstance(given, rule):
-                raise TypeError(
-                    f"groups[{i}]: expected {rule.__name__}, got {type(given).__name__}"
-                )
-        return groups
+    def _prediction(self, steps: Horizon, numbers: dict[str, Any]) -> Prediction:
+        if "step" in numbers:
+            return prediction([Adam(**numbers)], [as_law(steps)])
+        return sgd_prediction(steps, **numbers)
 
     def _check_out(self, out: int) -> int:
         if isinstance(out, bool) or not isinstance(out, int):
@@ -288,50 +242,5 @@ for _name, _method in vars(Plan).items():
         vars(_method).update(_GRAPH_BREAK)
 
 
-def add_step(row: StepRow) -> None:
-    """Give plans the method of a step."""
-
-    def method(self: Plan, groups: Sequence[Hyperparameters] | None, **keywords: Any) -> None:
-        predict, stream = keywords.pop("predict", ()), keywords.pop("stream", None)
-        if len(predict) > self._n_outs:
-            raise self._too_many(predict)
-        first: bool | list[bool] = False
-        if "first_step" in keywords and row.takes_first_step:
-            first = first_steps(keywords.pop("first_step"), len(self._params))
-        numbers, options = row.split(keywords)
-        if groups is None:
-            arguments = row.arguments(numbers, self._n_groups, predict, first)
-        elif numbers:
-            raise _given_twice(numbers)
-        else:
-            arguments = step_arguments(self._checked(groups, row.rule), predict, first)
-        self._native.step(*arguments, first, options, stream)
-
-    method.__defaults__ = (None,)  # not above, where Sphinx looks for those of all arguments
-    parameters = list(inspect.signature(method).parameters.values())[:2]
-    for name, p in row.keywords.items():
-        if p.default is p.empty:  # groups may have it
-            p = p.replace(default=None, annotation=f"{p.annotation} | None")
-        per_group = name == "predict"
-        parameters.append(p.replace(annotation="Sequence[Horizons | None]") if per_group else p)
-    parameters.append(row.parameters["options"])
-    method.__name__, method.__qualname__ = row.name, f"Plan.{row.name}"
-    method.__doc__ = f"""Make a step and write predictions; see `spectrain_ext.{row.name}`.
-
-        Args:
-            groups: the hyperparameters of every parameter group, `{row.rule.__name__}`, either all
-                with momentum or none. None: the keywords hold for all groups.
-            predict: the horizon, or law of `spectrain_ext.laws`, of every output, outs[j]. None
-                does not write outs[j].
-            options: `grad_scale`, `found_inf`, `clip_factor`, `zero_grad`, `rounding_seed`.
-        """
-    vars(method).update(_GRAPH_BREAK, __signature__=inspect.Signature(parameters))
-    setattr(Plan, row.name, method)
-
-
 def _grad(param: object) -> object:
     return getattr(param, "grad", None)
-
-
-def _given_twice(names: Iterable[str]) -> TypeError:
-    return TypeError(f"{next(iter(names))}: groups are given, which have their own")

@@ -1,68 +1,105 @@
 """Steps of update rules: each function here is a rule's row.
 
-A row declares arguments, and its body is empty. From it `step` makes the function's call, the
-method of that name of a `Plan`, and torch's operator. A new rule's hyperparameters, a subclass of
+A row declares arguments and passes all of them on, as its `locals()`. The method of that name of a
+`Plan`, and torch's operator, follow from its signature. A new rule's hyperparameters, a subclass of
 `Hyperparameters`, may stand above its row; csrc/kernels/operations.h has the row of its kernel.
+
+Arguments have these names: `params`, `grads` and the rule's state (`ROLES`), the fields of its
+hyperparameters, `predict`, `stream`, `first_step` if the rule has one, and `**options`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, Unpack
+from functools import lru_cache
+from inspect import Parameter
+from operator import itemgetter
+from typing import Any, Unpack
 
-from .calls import (
-    ROLES,
-    Gradients,
-    Lists,
-    Role,
-    StepOptions,
-    StepRow,
-    Tensors,
-    Written,
-    first_steps,
-)
-from .laws import Horizon
-from .library import operator
-from .numbers import Adam, Hyperparameters, Sgd
-from .plan import add_step
+from .calls import Gradients, Lists, Role, Step, StepOptions, Tensors, Written, step_arguments
+from .laws import Horizon, Law, as_law
+from .library import Row, operator
+from .numbers import Adam, Sgd
 
-Function = TypeVar("Function", bound=Callable[..., None])
+#: By the name of an argument, of a plan or a step.
+ROLES = {
+    "momentum_buffers": Role.MOMENTUM,
+    "exp_avgs": Role.MOMENTUM,
+    "exp_avg_sqs": Role.SECOND,
+    "grads": Role.GRADS,
+    "stashed": Role.STASHED,
+}
+
+_PLAIN = frozenset((float, int, bool, type(None)))
+_HORIZONS = _PLAIN - {bool}
 
 
-def step(rule: type[Hyperparameters]) -> Callable[[Function], Function]:
-    """Return a decorator that makes a declared function the step of an update rule.
+class StepRow(Row):
+    """The arguments of a step of an update rule."""
 
-    Its arguments have these names: `params`, `grads` and the rule's state (`ROLES`), the rule's
-    hyperparameters, `predict`, `stream`, `first_step` if the rule has one, and `**options`.
-    """
+    def __init__(self, rule: Any, function: Callable[..., None]) -> None:
+        super().__init__(function)
+        self.rule = rule
+        self.columns = [(name, ROLES[name]) for name in self.lists[1:]]
+        self.numbers = tuple(name for name in rule.__match_args__ if name in self.keywords)
+        self.numbers_in = itemgetter(*self.numbers)
+        self._required = [n for n in self.numbers if self.keywords[n].default is Parameter.empty]
+        self._counts = "step" in self.numbers  # no step has the numbers of the one before
 
-    def made(function: Function) -> Function:
-        row = StepRow(rule, function)
+    def arguments(
+        self,
+        names: tuple[str, ...],
+        numbers: tuple[Any, ...],
+        predict: Sequence[Horizon | None],
+        first_step: bool,
+    ) -> Step:
+        """Translate a step; hyperparameters without a name have their default values."""
+        if not isinstance(first_step, bool):
+            raise TypeError(f"first_step: expected a bool, got {first_step!r}")
+        if (
+            not self._counts
+            and _PLAIN.issuperset(map(type, numbers))
+            and (len(predict) == 0 or _HORIZONS.issuperset(map(type, predict)))
+        ):
+            return _remembered_step(self, names, numbers, tuple(predict))
+        return step_arguments([self.made(names, numbers)], _laws(predict), first_step)
 
-        def call(args: tuple[Any, ...], given: dict[str, Any]) -> None:
-            function(*args, **given)  # the body is empty: Python checks the arguments
-            named = [given.pop(name) for name in row.lists[len(args) :]]
-            predict, stream = given.pop("predict", ()), given.pop("stream", None)
-            first_step = given.pop("first_step", False) if row.takes_first_step else False
-            numbers, options = row.split(given)
-            params, *columns = *args, *named
-            lists = Lists(params, "params", writes=True)
-            for name, column in zip(row.lists[1:], columns, strict=True):
-                if column is not None or name not in row.optional:
-                    writes = name != "grads" or bool(options.get("zero_grad"))
-                    lists.add(ROLES[name], name, column, writes=writes)
-            horizons = _add_outs(lists, predict)
-            plan = lists.plan()
-            first = first_steps(first_step, len(lists.params))
-            arguments = row.arguments(numbers, 1, horizons, first)
-            plan.step(*arguments, first, options, stream)
-            without_momentum = arguments[0].endswith("_plain")
-            lists.bump(untouched=Role.MOMENTUM if without_momentum else None)
+    def made(self, names: tuple[str, ...], numbers: tuple[Any, ...]) -> Any:
+        if names is self.numbers:  # all, in the order of the rule's fields
+            return self.rule(*numbers)
+        for name in self._required:
+            if name not in names:
+                raise TypeError(f"{name}: {self.name} needs it")
+        return self.rule(**dict(zip(names, numbers, strict=True)))
 
-        add_step(row)
-        return operator(function, call)
 
-    return made
+@lru_cache(maxsize=256)
+def _remembered_step(
+    row: StepRow, names: tuple[str, ...], numbers: tuple[Any, ...], predict: tuple[Any, ...]
+) -> Step:
+    """Cache plain numbers: most steps of a training loop have the same ones."""
+    return step_arguments([row.made(names, numbers)], _laws(predict))
+
+
+def _laws(predict: Sequence[Horizon | None]) -> list[list[Law] | None]:
+    return [h if h is None else [as_law(h, f"predict[{j}]")] for j, h in enumerate(predict)]
+
+
+def _step(row_name: str, arguments: dict[str, Any]) -> None:
+    """Make the step of a row with all its arguments."""
+    row, options = ROWS[row_name], arguments["options"]
+    lists = Lists(arguments["params"], "params", writes=True)
+    for name, role in row.columns:
+        arrays = arguments[name]
+        if arrays is not None or name not in row.optional:
+            writes = role is not Role.GRADS or bool(options.get("zero_grad"))
+            lists.add(role, name, arrays, writes=writes)
+    horizons = _add_outs(lists, arguments["predict"])
+    plan = lists.plan()
+    first = arguments.get("first_step", False)
+    step = row.arguments(row.numbers, row.numbers_in(arguments), horizons, first)
+    plan.step(*step, first, options, arguments["stream"])
+    lists.bump(untouched=Role.MOMENTUM if step[0].endswith("_plain") else None)
 
 
 def _add_outs(lists: Lists, predict: Sequence[tuple[Horizon, Tensors]]) -> list[Horizon]:
@@ -77,7 +114,7 @@ def _add_outs(lists: Lists, predict: Sequence[tuple[Horizon, Tensors]]) -> list[
     return horizons
 
 
-@step(Sgd)
+@operator
 def sgd_step_(
     params: Written,
     grads: Gradients,
@@ -91,7 +128,7 @@ def sgd_step_(
     maximize: bool = False,
     decoupled_weight_decay: bool = False,
     smoothed: bool = False,
-    first_step: bool | Sequence[bool] = False,
+    first_step: bool = False,
     predict: Sequence[tuple[Horizon, Tensors]] = (),
     stream: Any = None,
     **options: Unpack[StepOptions],
@@ -121,9 +158,8 @@ def sgd_step_(
         weight_decay: L2 penalty, >= 0.
         nesterov: Nesterov momentum; needs momentum > 0 and dampening == 0.
         maximize: maximize the objective instead of minimizing it.
-        first_step: a bool, or one per tensor: the buffer becomes the gradient, as in torch when
-            there is no buffer yet. The old content of the buffer is not used. With dampening or
-            `smoothed`, a second-order prediction needs the same for all tensors.
+        first_step: the buffer becomes the gradient, as in torch when there is no buffer yet. The
+            old content of the buffer is not used.
         predict: pairs of a horizon in updates (>= 0) or a law, and outputs like the parameters.
         grad_scale, found_inf, clip_factor: one float32 element each, on the parameters' device;
             the host does not wait for them. g is multiplied by clip_factor / grad_scale. If
@@ -148,9 +184,10 @@ def sgd_step_(
         >>> weights, ahead
         (tensor([0.7500, 0.7500]), tensor([0.2500, 0.2500]))
     """
+    _step("sgd_step_", locals())
 
 
-@step(Adam)
+@operator
 def adam_step_(
     params: Written,
     grads: Gradients,
@@ -210,3 +247,8 @@ def adam_step_(
         >>> weights, ahead
         (tensor([0.7500, 0.7500]), tensor([0.5000, 0.5000]))
     """
+    _step("adam_step_", locals())
+
+
+#: By name.
+ROWS = {row.name: row for row in (StepRow(Sgd, sgd_step_), StepRow(Adam, adam_step_))}

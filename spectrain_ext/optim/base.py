@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial, wraps
 from threading import RLock
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from spectrain_ext.interrupts import deferred
-from spectrain_ext.operators.calls import StepOptions, bump_versions
-from spectrain_ext.operators.corrections import Correction, as_correction
-from spectrain_ext.operators.laws import Horizons, Law, as_laws
-from spectrain_ext.operators.numbers import Corrected
+from spectrain_ext.operators.calls import bump_versions
+from spectrain_ext.operators.laws import Horizon, Law, as_law
 
+from .guards import Ordered, SaveGuard, exclusive, hooked, without_compiler
 from .launch import Launch, Launches
 from .parameters import Binding, Parameters, Views
 from .state import (
-    Ordered,
     Rule,
-    SaveGuard,
-    check_dtypes,
     independent,
     loaded_dtype,
     read_entry,
@@ -33,52 +25,10 @@ from .state import (
 )
 
 if TYPE_CHECKING:
+    from spectrain_ext.operators.corrections import Correction
+    from spectrain_ext.operators.numbers import Corrected
+
     from .foreign import Foreign
-
-StateDict = dict[str, Any]
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _hooked(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a step in torch's hooks and profiler range only if one of them is in use."""
-    # The profiler range costs as much as the rest of a small step.
-    plain: Callable[..., Any] = torch.optim.Optimizer.profile_hook_step(func)
-
-    @wraps(func)
-    def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if (
-            self._optimizer_step_pre_hooks
-            or self._optimizer_step_post_hooks
-            or _global_optimizer_pre_hooks
-            or _global_optimizer_post_hooks
-            or torch._C._autograd._profiler_enabled()
-        ):
-            return plain(self, *args, **kwargs)
-        return func(self, *args, **kwargs)
-
-    return step
-
-
-def _plain(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of torch's optimizers without its torch.compiler.disable wrapper.
-
-    The wrapper imports the compiler, 1.0 s in each process (torch 2.13). Unless the compiler is
-    imported already, nothing is being compiled.
-    """
-    if "torch._dynamo" in sys.modules or not hasattr(method, "__wrapped__"):
-        return method
-    return partial(method.__wrapped__, cast(Any, method).__self__)
-
-
-def _exclusive(method: F) -> F:
-    """Make a method exclusive to one thread at a time, and defer Ctrl-C until it returns."""
-
-    @wraps(method)
-    def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with deferred(), self._turn:
-            return method(self, *args, **kwargs)
-
-    return cast(F, alone)
 
 
 class PredictingOptimizer(Ordered, torch.optim.Optimizer):
@@ -96,19 +46,20 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         >>> with optimizer.predicted(steps=2):
         ...     print(weight.item())
         0.25
-        >>> weight.item()
-        0.75
     """
-
-    # GradScaler then leaves unscaling and skipping to the step.
-    _step_supports_amp_scaling = True
 
     _rule: Rule  # steps use the rule of `_parameters`, which may include a correction's state
     _momentum_dtype: torch.dtype | None
-    _loading: StateDict | None = None
+    _loading: dict[str, Any] | None = None
     _parameters: Parameters
     _launches: Launches
     rate_factor: float  # on the groups' learning rates, in steps and predictions until `unbind`
+
+    def __init__(self, *args: Any, momentum_dtype: torch.dtype | None = None, **more: Any) -> None:
+        """Take the arguments of torch's class, and `momentum_dtype`."""
+        self._prepare(momentum_dtype)
+        super().__init__(*args, **more)
+        self._step_supports_amp_scaling = False  # GradScaler unscales and skips, also with fused
 
     def _prepare(self, momentum_dtype: torch.dtype | None) -> None:
         """Prepare for the parameter groups that torch's constructor will add."""
@@ -128,14 +79,14 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         self.__dict__.update(_parameters=parameters, _launches=Launches(parameters, special))
         self.rate_factor = 1.0
         self._predicted: list[Launch] | None = None
-        self._next_write: tuple[Views, tuple[Law, ...], Any] | None = None
+        self._next_write: tuple[Views, Law, Any] | None = None
 
     _guard = SaveGuard("its weights are predicted; leave the block of predicted() first")
-    profile_hook_step = staticmethod(_hooked)
+    profile_hook_step = staticmethod(hooked)
 
     # Parameter groups and state, as torch.optim.Optimizer keeps them.
 
-    @_exclusive
+    @exclusive
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as torch does; an invalid one raises and is not added.
 
@@ -144,29 +95,18 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         self._refuse_while_predicted("add_param_group")
         if self._parameters.binding is not None:
             raise RuntimeError("add_param_group: unbind() the optimizer first")
-        _plain(super().add_param_group)(param_group)
+        without_compiler(super().add_param_group)(param_group)
         try:
-            self._check_group(len(self.param_groups) - 1)
+            self._parameters.check_group(self.param_groups, len(self.param_groups) - 1)
         except Exception:
             self.param_groups.pop()
             raise
 
-    def _check_group(self, index: int) -> None:
-        group = self.param_groups[index]
-        self._parameters.rule.read(index, group)
-        seen: dict[Tensor, int] = {}
-        for i, p in enumerate(group["params"]):
-            where = f"parameter {i} of group {index}"
-            if p in seen:
-                raise ValueError(f"{where} is parameter {seen[p]} of that group once more")
-            seen[p] = i
-            check_dtypes(where, p.dtype, self._momentum_dtype)
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset all gradients, as in torch."""
-        _plain(super().zero_grad)(set_to_none)
+        without_compiler(super().zero_grad)(set_to_none)
 
-    @_exclusive
+    @exclusive
     def __getstate__(self) -> dict[str, Any]:
         """Return what deepcopy and pickle keep; RuntimeError while the weights are predicted."""
         self._refuse_while_predicted("copying or pickling the optimizer")
@@ -193,15 +133,15 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
             self._parameters.forget()
             self._parameters.look(self.param_groups, self.state)
 
-    @_exclusive
-    def state_dict(self) -> StateDict:
+    @exclusive
+    def state_dict(self) -> dict[str, Any]:
         """Return the state with the keys of torch's class of the same name.
 
         Scalar state, and all state of a bound optimizer, is copied, because torch.save would write
         the whole buffer behind a view.
         """
         with self._owners_turn():
-            result: StateDict = _plain(super().state_dict)()
+            result: dict[str, Any] = without_compiler(super().state_dict)()
             result["state"] = {k: self._saved_entry(v) for k, v in result["state"].items()}
             return result
 
@@ -209,20 +149,19 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         rule, bound = self._parameters.rule, self._parameters.binding is not None
         return independent(entry, rule.all_keys if bound else tuple(rule.scalars))
 
-    @_exclusive
-    def load_state_dict(self, state_dict: StateDict) -> None:
+    @exclusive
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state_dict of this class or of torch's class of the same name.
 
-        State is copied. Buffers get ``momentum_dtype`` if it was given. Otherwise float32 buffers
-        of a 16-bit parameter stay float32, and all others get the parameter's dtype. A bound
-        optimizer stays bound, and its state gets the dtype of the bound buffers. ValueError or
-        TypeError if the state does not fit; nothing changes then. RuntimeError while the weights
-        are predicted.
+        Buffers get ``momentum_dtype`` if it was given. Otherwise float32 buffers of a 16-bit
+        parameter stay float32, and all others get the parameter's dtype, or in a bound optimizer
+        that of the bound buffers. ValueError or TypeError if the state does not fit; nothing
+        changes then. RuntimeError while the weights are predicted.
         """
         self._refuse_while_predicted("load_state_dict")
         from .saved import without_state
 
-        def take_state(_: torch.optim.Optimizer, saved: StateDict) -> StateDict:
+        def take_state(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
             if self._loading is None:  # else an earlier hook, left by an exception, set it
                 self._loading = saved
             return without_state(self._parameters.rule, saved)
@@ -230,7 +169,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         handle = self.register_load_state_dict_pre_hook(take_state)  # after the caller's
         try:
             with self._owners_turn():
-                _plain(super().load_state_dict)(state_dict)
+                without_compiler(super().load_state_dict)(state_dict)
         finally:
             self._loading = None
             handle.remove()
@@ -248,8 +187,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     def momentum_dtype(self, param: Tensor) -> torch.dtype:
         """Return the dtype of a parameter's buffers (momentum, moments), present or future."""
         entry, keys = self.state.get(param, {}), self._parameters.rule.all_keys
-        buffers = [entry[key] for key in keys if entry.get(key) is not None]
-        saved = buffers[0].dtype if buffers else param.dtype
+        saved = next((entry[key].dtype for key in keys if entry.get(key) is not None), param.dtype)
         return loaded_dtype(param.dtype, saved, self._momentum_dtype)
 
     def loose_state(self) -> list[Tensor]:
@@ -266,11 +204,6 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         predicted or for a sparse gradient; ValueError or TypeError for a hyperparameter out of
         range or a gradient that does not match its parameter. As in torch, Ctrl-C can interrupt a
         step halfway; within a pipeline's run it waits for the end of the step.
-
-        With ``torch.amp.GradScaler`` the step divides gradients by the scale in the same pass (the
-        gradients themselves stay scaled) and skips if they are not finite. On CUDA, SGD
-        synchronizes only at a parameter's first step. Adam counts steps on the host, so it waits
-        for the check, as GradScaler does for other optimizers.
         """
         if (
             self._parameters.rule.scalars
@@ -290,29 +223,16 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
 
     def _step(self) -> None:
         templates = self._numbers()
-        outs, laws, checked = self._next_write or (None, None, None)
+        outs, law, checked = self._next_write or (None, None, None)
         launches = self._launches.of(self.param_groups, self.state, outs)
-        if laws is not None and checked is not templates:
-            self._parameters.check_laws(self.param_groups, laws, has_gradient=True)
+        if law is not None and checked is not templates:
+            self._parameters.check_law(self.param_groups, law, has_gradient=True)
         for launch in launches:
             launch.read_gradients()
-        # GradScaler sets these attributes during a step.
-        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        # Step counts and first steps are on the host; else only the device has to know.
-        asks = self._parameters.rule.scalars or not all(launch.started for launch in launches)
-        if found_inf is not None and (asks or not found_inf.is_cuda) and found_inf.item():
-            for launch in launches:
-                launch.native.forget_gradients()
-            return
         for launch in launches:
             if launch.is_special:
                 launch.before_step(templates, self.param_groups)
-            options: dict[str, Tensor] = {
-                name: value.to(launch.device, torch.float32, non_blocking=True)
-                for name, value in (("grad_scale", grad_scale), ("found_inf", found_inf))
-                if value is not None
-            }
-            launch.prepare_step(templates, laws, cast("StepOptions", options))
+            launch.prepare_step(templates, law)
 
         # From here on nothing can be refused.
         for launch in launches:
@@ -332,22 +252,18 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     def _numbers(self) -> list[Any]:
         return self._parameters.numbers(self.param_groups, self.rate_factor)
 
-    def _laws(
-        self, steps: Horizons, *, has_gradient: bool = False
-    ) -> tuple[list[Any], tuple[Law, ...]]:
-        """Return the hyperparameters and the law of every group, checked against each other."""
-        laws = tuple(as_laws(steps, len(self.param_groups)))
-        templates = self._numbers()
-        self._parameters.check_laws(self.param_groups, laws, has_gradient)
-        return templates, laws
+    def _law(self, steps: Horizon, *, has_gradient: bool = False) -> tuple[list[Any], Law]:
+        """Return the hyperparameters of every group, and the law, which fits them."""
+        law, templates = as_law(steps), self._numbers()
+        self._parameters.check_law(self.param_groups, law, has_gradient)
+        return templates, law
 
-    @_exclusive
-    def predict_(self, steps: Horizons) -> None:
+    @exclusive
+    def predict_(self, steps: Horizon) -> None:
         """Replace every weight by its prediction ``steps`` updates ahead, until :meth:`restore_`.
 
-        ``steps`` is a number of updates (>= 0, may be fractional), a law of
-        ``spectrain_ext.laws`` that needs no gradient, or a tuple of these with one for each group.
-        Each group uses its current learning rate. The true weights are stashed in the same pass, in
+        ``steps`` is a number of updates (>= 0, may be fractional), or a law of
+        ``spectrain_ext.laws`` that needs no gradient. The same pass stashes the true weights, in
         one more buffer per parameter. Parameters that were never updated do not change. Until
         :meth:`restore_`, ``state_dict``, ``torch.save`` and deepcopy of a module with predicted
         weights raise RuntimeError.
@@ -359,19 +275,19 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         if self._parameters.binding is not None:
             raise RuntimeError("predict_: the optimizer is bound, its owner predicts")
         self.check_can_predict()
-        templates, laws = self._laws(steps)
+        templates, law = self._law(steps)
         # Set before anything is written, so that restore_ can undo a prediction that fails.
         self._predicted = self._launches.of(self.param_groups, self.state, stash=True)
         try:
             for launch in self._predicted:
                 self._guard.put(launch.params)
-                launch.stash_predict(templates, laws)
+                launch.stash_predict(templates, law)
                 bump_versions(launch.params)
         except BaseException:
             self.restore_()
             raise
 
-    @_exclusive
+    @exclusive
     def restore_(self) -> None:
         """Restore the weights that :meth:`predict_` replaced, bit for bit; else RuntimeError."""
         if self._predicted is None:
@@ -383,7 +299,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         self._predicted = None
 
     @contextmanager
-    def predicted(self, steps: Horizons) -> Iterator[None]:
+    def predicted(self, steps: Horizon) -> Iterator[None]:
         """Predict within a ``with`` block, see :meth:`predict_`.
 
         Run the forward *and* its backward inside: entering and leaving bump the weights' version
@@ -405,7 +321,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
 
     # For a pipeline, which owns the buffers of weights and state.
 
-    @_exclusive
+    @exclusive
     def bind(
         self,
         master: Views | None,
@@ -416,38 +332,32 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
 
         :meth:`step` then reads each parameter's ``grad``, updates ``master[p]`` (``None``: p
         itself) and keeps ``state[p][key]`` in ``buffers[key][p]``, for each of ``buffer_keys``. All
-        tensors have p's shape and device, and one layout; usually they are views of flat buffers.
-        Existing state is copied. Without state the buffers become zero, so that a prediction before
-        the first step equals the weights. A bound optimizer does not bump autograd's version
-        counters: the caller orders forwards, backwards and steps.
+        tensors have p's shape and device, and one layout. Existing state is copied; other buffers
+        become zero, so that a prediction before the first step equals the weights. A bound
+        optimizer does not bump autograd's version counters: the caller orders its uses.
 
-        ``correction`` is one of ``spectrain_ext.corrections``, or an object whose ``sgd`` and
-        ``adam`` methods return a step as a ``Term``; all steps apply it. A correction of stale
-        weights needs :meth:`read_stale` before each step, which may write the next prediction there
-        (``write_with_next_step``). Adaptive braking scales gradients in place. ``GapAware`` has
-        state: ``state[p]["gap_average"]`` (in ``buffers["gap_average"]``), ``state[p]["gap_step"]``
-        (the number of averaged steps), and ``gap_rate`` in the parameter groups (the largest
-        learning rate so far). All start at zero.
+        All steps apply the ``correction``, one of ``spectrain_ext.corrections``, or an object whose
+        ``sgd`` and ``adam`` return a step as a ``Term``. One of stale weights needs
+        :meth:`read_stale` before each step, and its own ``buffers`` too.
 
         RuntimeError if already bound or while the weights are predicted. ValueError for a missing
-        or unsuitable tensor, or for a group for which the correction is undefined (``GapAware`` and
-        braking need momentum). TypeError for an invalid correction, or one of stale weights if true
-        weights are not float32 or float64. Nothing changes then.
+        or unsuitable tensor, or a group for which the correction is undefined. TypeError for an
+        invalid correction, or one of stale weights if true weights are not float32 or float64.
         """
         self._refuse_while_predicted("bind")
         if self._parameters.binding is not None:
             raise RuntimeError("bind: the optimizer is bound already, unbind() it first")
-        correction = None if correction is None else as_correction(correction)
-        self.check_correction(correction)
-        more = () if correction is None else correction.buffers
+        more: tuple[str, ...] = ()
+        if correction is not None:
+            from spectrain_ext.operators.corrections import as_correction  # loaded where used
+
+            correction = as_correction(correction)
+            self.check_correction(correction)
+            more = correction.buffers
         binding = Binding(self.param_groups, master, buffers, (*self._rule.buffers, *more))
+        if correction is not None and correction.reads_stale:
+            binding.check_wide(self.param_groups, f"for {correction}, as with a float32 master")
         for where, p, rule in ruled(self._rule, self.param_groups):
-            dtype = binding.weights[p].dtype
-            if correction is not None and correction.reads_stale and dtype.itemsize == 2:
-                raise TypeError(
-                    f"bind: the true weights of {where} must be float32 or float64 for "
-                    f"{correction}, as with a float32 master, got {dtype}"
-                )
             read_entry(where, rule, p, self.state.get(p) or {})
         for p, entry in self.state.items() if more else ():
             if entry.get(self._rule.buffers[0]) is not None and entry.get("gap_average") is None:
@@ -455,12 +365,9 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         self._begin(binding, correction)
         self._parameters.look(self.param_groups, self.state)
 
-    @_exclusive
+    @exclusive
     def unbind(self) -> None:
-        """Move the state to its own storage; RuntimeError if the optimizer is not bound.
-
-        The caller copies ``master`` to the parameters, if needed.
-        """
+        """Move the state to its own storage; RuntimeError if the optimizer is not bound."""
         self._bound("unbind")
         for entry in self.state.values():
             if isinstance(entry, dict):
@@ -472,65 +379,48 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         binding = self._parameters.binding
         return binding is not None and binding.state is buffers
 
-    @_exclusive
-    def write_prediction(self, outs: Views, steps: Horizons) -> None:
+    @exclusive
+    def write_prediction(self, outs: Views, steps: Horizon) -> None:
         """Write the prediction of every p to ``outs[p]``, with each group's current learning rate.
 
         ``outs[p]`` has the layout and device of p's weights; pass the same mapping for the same
-        tensors, which are checked once. ``steps`` is a number of updates (>= 0; 0 copies the
-        weights' bits), a law of ``spectrain_ext.laws`` that needs no gradient, or a tuple with one
-        for each group. Allocates nothing and bumps no version counters.
-
-        RuntimeError if the optimizer is not bound. ValueError for a missing or unsuitable tensor,
-        invalid ``steps`` or a group whose momentum is 0.
+        tensors, which are checked once. ``steps`` as in :meth:`predict_`; 0 copies the weights'
+        bits. Allocates nothing and bumps no version counters. RuntimeError if the optimizer is not
+        bound. ValueError for a missing or unsuitable tensor, and as in :meth:`predict_`.
         """
         self._bound("write_prediction").check(self.param_groups, outs, "outs")
-        templates, laws = self._laws(steps)
+        templates, law = self._law(steps)
         for launch in self._launches.of(self.param_groups, self.state, outs):
-            launch.predict(templates, laws)
+            launch.predict(templates, law)
 
-    def write_with_next_step(self, outs: Views | None, steps: Horizons = 0.0) -> None:
+    def write_with_next_step(self, outs: Views | None, steps: Horizon = 0.0) -> None:
         """Let the next :meth:`step` also write what ``write_prediction(outs, steps)`` would.
 
         If every parameter has a gradient, this needs no further pass over memory. ``steps`` may be
         a law that needs the gradient (``SecondOrder``); a parameter without a gradient is then
         predicted from its unchanged momentum. The request holds for one step; ``None`` cancels it.
-
-        Example:
-            >>> weight, ahead = nn.Parameter(torch.ones(1)), torch.empty(1)
-            >>> optimizer = st.optim.SGD([weight], lr=0.25, momentum=0.5)
-            >>> optimizer.bind(None, {"momentum_buffer": {weight: torch.zeros(1)}})
-            >>> optimizer.write_with_next_step({weight: ahead}, 2)
-            >>> weight.grad = torch.ones(1)
-            >>> optimizer.step()
-            >>> weight.item(), ahead.item()
-            (0.75, 0.25)
         """
         with self._turn:
             if outs is None:
                 self._next_write = None
                 return
             self._bound("write_with_next_step").check(self.param_groups, outs, "outs")
-            templates, laws = self._laws(steps, has_gradient=True)
-            self._next_write = outs, laws, templates
+            templates, law = self._law(steps, has_gradient=True)
+            self._next_write = outs, law, templates
 
-    @_exclusive
+    @exclusive
     def update_in(self, views: Views) -> None:
-        """Update ``views[p]`` from the next step on; the caller has copied the weights there.
+        """Update ``views[p]`` from the next step on, where the caller has copied the weights.
 
-        The previous tensors do not change any more. RuntimeError if the optimizer is not bound.
-        ValueError for a missing or unsuitable tensor.
+        Errors as in `write_prediction`, here and in `read_stale`.
         """
         binding = self._bound("update_in")
         binding.check(self.param_groups, views, "weights")
         binding.weights = views
 
-    @_exclusive
+    @exclusive
     def read_stale(self, views: Views) -> None:
-        """Let the correction read stale weights from ``views[p]`` from the next step on.
-
-        RuntimeError if the optimizer is not bound. ValueError for a missing or unsuitable tensor.
-        """
+        """Let the correction read stale weights from ``views[p]`` from the next step on."""
         binding = self._bound("read_stale")
         binding.check(self.param_groups, views, "stale weights")
         binding.stale = views

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakMethod
 
 import torch
@@ -20,10 +20,12 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as versions_preserved
 from torch.utils._pytree import tree_leaves
 
-from spectrain_ext.operators.corrections import Correction
-
+from .guards import Ordered
 from .parameters import Views
-from .state import Ordered, laid_out_as
+from .state import laid_out_as
+
+if TYPE_CHECKING:
+    from spectrain_ext.operators.corrections import Correction
 
 
 class Foreign(Ordered):

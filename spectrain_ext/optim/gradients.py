@@ -59,7 +59,7 @@ class BrakedLaunch(Launch):
 class CorrectedLaunch(Launch):
     """Corrects gradients by the weights that they were computed with."""
 
-    is_special = unscales = True
+    is_special = True
 
     def before_step(self, templates: Sequence[Any], groups: Sequence[dict[str, Any]]) -> None:
         """Keep each group's largest learning rate so far in the group, so that it is saved."""
@@ -94,8 +94,6 @@ class CorrectedLaunch(Launch):
             # In the dtype of the true weights; the parameters keep their own gradients.
             gradients = [empty_like(weight, weight.dtype) for weight in weights]
             torch._foreach_copy_(gradients, [grads[row] for row in rows])
-            if self._scale is not None:
-                gradients = [gradient.div_(self._scale) for gradient in gradients]
             gaps = torch._foreach_sub(weights, [binding.stale[self.params[row]] for row in rows])
             buffers = [[column[row] for row in rows] for column in self._buffers or ()]
             averaged = int(self._scalars(cohort)[-1]) if correction.buffers else 0
@@ -114,7 +112,7 @@ class CorrectedLaunch(Launch):
 class MatrixLaunch(Launch):
     """Steps by the changes of updates that torch's operators compute."""
 
-    is_special = unscales = True
+    is_special = True
 
     @torch.no_grad()
     def pass_gradients(self, step: Prepared, state: State, groups: Sequence[Group]) -> tuple[()]:
@@ -123,8 +121,6 @@ class MatrixLaunch(Launch):
         for row, (n, p) in enumerate(zip(self._assignment, self.params, strict=True)):
             gradient = p.grad
             if gradient is not None:
-                if self._scale is not None:
-                    gradient = gradient / self._scale
                 numbers, count = step.templates[self.cohorts[n].group], int(step.after[n][0])
                 last, momentum = (column[row] for column in self._buffers)
                 weight = self._weights[row]

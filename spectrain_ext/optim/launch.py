@@ -16,7 +16,6 @@ from spectrain_ext.operators.calls import (
     Lists,
     Prediction,
     Role,
-    StepOptions,
     prediction,
     step_arguments,
 )
@@ -44,13 +43,13 @@ class Prepared(NamedTuple):
     # Most steps of a training loop make the same call, and preparing it took a third of a small
     # step of SGD.
     templates: Sequence[Any]  # the same list object as long as no hyperparameter changes
-    laws: tuple[Law, ...] | None
+    law: Law | None
     lasts: bool  # reusable: no step counts and no numbers that may change
     call: Callable[[], None]
     after: Sequence[Scalars] = ()  # the scalar state of every cohort after a step
 
-    def serves(self, templates: Sequence[Any], laws: tuple[Law, ...] | None) -> bool:
-        return self.lasts and self.templates is templates and self.laws == laws
+    def serves(self, templates: Sequence[Any], law: Law | None) -> bool:
+        return self.lasts and self.templates is templates and self.law == law
 
 
 class Launch:
@@ -104,7 +103,6 @@ class Launch:
         # This object keeps the memory alive and checks the addresses. Checking them once more takes
         # a tenth of the host time of a step.
         self.native.keep(False)
-        self._scale: Any = None  # of its gradients
         self._all_active = False
         self._active: list[bool] = []
         self._rest: tuple[list[bool], Launch] | None = None  # for rows that are not active
@@ -155,11 +153,10 @@ class Launch:
     def prepare_step(
         self,
         templates: Sequence[Any],
-        laws: tuple[Law, ...] | None,  # for the outs, of every group; None: no outs
-        options: StepOptions,
+        law: Law | None,  # for the outs; None: no outs
     ) -> None:
         """Prepare the update of rows that have a gradient; raises all errors of a step."""
-        if not options and self._step is not None and self._step.serves(templates, laws):
+        if self._step is not None and self._step.serves(templates, law):
             return
         rule = self.rule
         before = list(map(self._scalars, self.cohorts))
@@ -175,23 +172,19 @@ class Launch:
             for cohort, n in zip(self.cohorts, numbers, strict=True)
         ]
         predict: tuple[tuple[Law, ...], ...] = ()
-        if laws is not None and self._buffers is not None:
-            each = [laws[cohort.group] for cohort in self.cohorts]
+        if law is not None and self._buffers is not None:
             if rule.is_for_matrices:  # their first update has no previous one
-                pairs = zip(each, before, strict=True)
-                each = [_without_gradient(law) if rule.rests(s) else law for law, s in pairs]
+                each = [_without_gradient(law) if rule.rests(s) else law for s in before]
             else:
-                firsts = zip(each, numbers, starts, strict=True)
-                each = [after_first_step(law, n) if first else law for law, n, first in firsts]
+                firsts = zip(numbers, starts, strict=True)
+                each = [after_first_step(law, n) if first else law for n, first in firsts]
             predict = (tuple(each),)
-        if self.unscales:
-            self._scale = options.pop("grad_scale", None)
         same = all(starts) or not any(starts)
         first = starts[0] if same else [starts[n] for n in self._assignment]
         arguments = step_arguments(numbers, predict)
-        call = partial(self.native.step, *arguments, first, options, None)
-        lasts = not options and self._scale is None and not rule.scalars and _last(laws)
-        self._step = Prepared(templates, laws, lasts, call, after)
+        call = partial(self.native.step, *arguments, first, {}, None)
+        lasts = not rule.scalars and _lasts(law)
+        self._step = Prepared(templates, law, lasts, call, after)
 
     def step(self, state: State, groups: Sequence[Group]) -> bool:
         """Run the prepared step; return whether rows have changed their cohorts."""
@@ -201,15 +194,14 @@ class Launch:
         step.call()
         for call in afterwards:
             call()
-        if step.laws is not None:
-            self._write_rest(step.templates, step.laws)
+        if step.law is not None:
+            self._write_rest(step.templates, step.law)
         self.native.forget_gradients()  # so that ``zero_grad`` frees their memory
         return self._updated_to(step.after, state)
 
     # Subclasses in `gradients.py` step by other gradients than the parameters have.
 
     is_special = False  # whether this is one of them; saves plain ones the calls
-    unscales = False  # whether it divides gradients by ``grad_scale`` before the kernel
 
     def before_step(self, templates: Sequence[Any], groups: Sequence[dict[str, Any]]) -> None:
         """Change gradients or groups before the step is prepared."""
@@ -223,16 +215,16 @@ class Launch:
     def _scalars(self, cohort: Cohort) -> Scalars:
         return self.parameters.scalars(self._positions[cohort.rows[0]])
 
-    def _write_rest(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
+    def _write_rest(self, templates: Sequence[Any], law: Law) -> None:
         """Write the outs that the step's kernel has not written."""
         if self._buffers is None:
             self.native.write_out(0, None)
-        elif not self._all_active and any(map(terms_of, laws, templates)):
+        elif not self._all_active and _predicts(law, templates):
             # For a row without a gradient the step wrote the weights, not a prediction.
             if self._rest is None or self._rest[0] != self._active:
                 idle = [i for i, on in zip(self._positions, self._active, strict=True) if not on]
                 self._rest = self._active, Launch(self.parameters, idle, True, self._outs)
-            self._rest[1].predict(templates, tuple(map(_without_gradient, laws)))
+            self._rest[1].predict(templates, _without_gradient(law))
 
     def _updated_to(self, after: Sequence[Scalars], state: State) -> bool:
         """Store the scalar state of updated rows; create state at their first update."""
@@ -252,24 +244,24 @@ class Launch:
                     self.parameters.put(state, self._positions[row], buffers)
         return changed
 
-    def predict(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
+    def predict(self, templates: Sequence[Any], law: Law) -> None:
         """Write predictions to the outs."""
         known = self._prediction
-        if known is None or not known.serves(templates, laws):
+        if known is None or not known.serves(templates, law):
             call = partial(self.native.write_out, 0, None)
-            if self._buffers is not None and any(map(terms_of, laws, templates)):
-                call = partial(self.native.predict, *self._prediction_now(templates, laws), 0, None)
-            lasts = not self.rule.scalars and _last(laws)
-            known = self._prediction = Prepared(templates, laws, lasts, call)
+            if self._buffers is not None and _predicts(law, templates):
+                call = partial(self.native.predict, *self._prediction_now(templates, law), 0, None)
+            lasts = not self.rule.scalars and _lasts(law)
+            known = self._prediction = Prepared(templates, law, lasts, call)
         known.call()
 
-    def stash_predict(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
-        """Stash the weights and replace them by predictions, unless the laws change nothing."""
-        if any(map(terms_of, laws, templates)):
-            self.native.stash_predict_(*self._prediction_now(templates, laws), None)
+    def stash_predict(self, templates: Sequence[Any], law: Law) -> None:
+        """Stash the weights and replace them by predictions, unless the law changes nothing."""
+        if _predicts(law, templates):
+            self.native.stash_predict_(*self._prediction_now(templates, law), None)
             self._replaced = True
 
-    def _prediction_now(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> Prediction:
+    def _prediction_now(self, templates: Sequence[Any], law: Law) -> Prediction:
         """Return a prediction from the hyperparameters of each cohort's last update."""
         rule = self.rule
         numbers: list[Any] = []
@@ -279,7 +271,7 @@ class Launch:
             rests = not cohort.started or rule.rests(scalars)
             template = templates[cohort.group]
             numbers.append(template if rests else rule.at(template, scalars))
-            of_cohorts.append(_STILL if rests else laws[cohort.group])
+            of_cohorts.append(_STILL if rests else law)
         return prediction(numbers, of_cohorts)
 
     def restore(self) -> bool:
@@ -295,9 +287,13 @@ class Launch:
         return True
 
 
-def _last(laws: tuple[Law, ...] | None) -> bool:
-    """Return whether equal laws of these types give equal predictions."""
-    return all(type(law) in (Linear, SecondOrder) for law in laws or ())
+def _lasts(law: Law | None) -> bool:
+    """Return whether equal laws of this type give equal predictions."""
+    return law is None or type(law) in (Linear, SecondOrder)
+
+
+def _predicts(law: Law, templates: Sequence[Any]) -> bool:
+    return any(terms_of(law, numbers) for numbers in templates)
 
 
 def _without_gradient(law: Law) -> Law:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim.optimizer import ParamsT
 
 from spectrain_ext.operators.calls import Role
 from spectrain_ext.operators.numbers import Adam as AdamNumbers
@@ -16,7 +15,8 @@ from spectrain_ext.operators.numbers import Sgd, non_negative
 from .base import PredictingOptimizer
 from .state import Group, Rule, betas_of, plain, rate_of
 
-_EXTRAS = ("smoothed", "decoupled_weight_decay")  # options of SGD that torch's does not have
+# Options of SGD that torch's does not have.
+_EXTRAS = {"smoothed": False, "decoupled_weight_decay": False}
 
 
 def _sgd_numbers(group: Group) -> Sgd:
@@ -66,6 +66,14 @@ ADAM = Rule(
     },
 )
 _NADAM = replace(ADAM, numbers=_nadam_numbers, scalars={"step": 0.0, "mu_product": 1.0})
+
+
+def _signature(torch_class: type[torch.optim.Optimizer], **added: Any) -> inspect.Signature:
+    """Return the arguments of torch's class, and keywords with their default values."""
+    arguments = inspect.signature(torch_class)
+    kind = inspect.Parameter.KEYWORD_ONLY
+    keywords = [inspect.Parameter(name, kind, default=added[name]) for name in added]
+    return arguments.replace(parameters=[*arguments.parameters.values(), *keywords])
 
 
 class SGD(PredictingOptimizer, torch.optim.SGD):
@@ -119,43 +127,16 @@ class SGD(PredictingOptimizer, torch.optim.SGD):
     """
 
     _rule = _SGD
+    __signature__ = _signature(torch.optim.SGD, momentum_dtype=None, **_EXTRAS)
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        momentum: float = 0,
-        dampening: float = 0,
-        weight_decay: float | Tensor = 0,
-        nesterov: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        momentum_dtype: torch.dtype | None = None,
-        smoothed: bool = False,
-        decoupled_weight_decay: bool = False,
-    ) -> None:
-        self._prepare(momentum_dtype)
-        super().__init__(
-            params,
-            lr,
-            momentum,
-            dampening,
-            weight_decay,
-            nesterov,
-            maximize=maximize,
-            foreach=foreach,
-            differentiable=differentiable,
-            fused=fused,
-        )
+    def __init__(self, *args: Any, **more: Any) -> None:
         # Only where they are asked for: by default the groups' keys are torch's.
-        asked = {"smoothed": smoothed, "decoupled_weight_decay": decoupled_weight_decay}
-        self.defaults.update((key, True) for key in _EXTRAS if asked[key])
+        asked = [key for key in _EXTRAS if more.pop(key, False)]
+        super().__init__(*args, **more)
+        self.defaults.update(dict.fromkeys(asked, True))
         self._complete_groups()
         for index in range(len(self.param_groups)):
-            self._check_group(index)
+            self._parameters.check_group(self.param_groups, index)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over state; groups that were saved by torch.optim.SGD lack this class's extras."""
@@ -211,39 +192,7 @@ class Adam(PredictingOptimizer, torch.optim.Adam):
     """
 
     _rule = ADAM
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        amsgrad: bool = False,
-        *,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        decoupled_weight_decay: bool = False,
-        momentum_dtype: torch.dtype | None = None,
-    ) -> None:
-        self._prepare(momentum_dtype)
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            decoupled_weight_decay=decoupled_weight_decay,
-        )
+    __signature__ = _signature(torch.optim.Adam, momentum_dtype=None)
 
 
 class AdamW(PredictingOptimizer, torch.optim.AdamW):
@@ -258,37 +207,7 @@ class AdamW(PredictingOptimizer, torch.optim.AdamW):
     """
 
     _rule = ADAM
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        momentum_dtype: torch.dtype | None = None,
-    ) -> None:
-        self._prepare(momentum_dtype)
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-        )
+    __signature__ = _signature(torch.optim.AdamW, momentum_dtype=None)
 
 
 class NAdam(PredictingOptimizer, torch.optim.NAdam):
@@ -302,34 +221,4 @@ class NAdam(PredictingOptimizer, torch.optim.NAdam):
     """
 
     _rule = _NADAM
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 2e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        momentum_decay: float = 4e-3,
-        decoupled_weight_decay: bool = False,
-        *,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        momentum_dtype: torch.dtype | None = None,
-    ) -> None:
-        self._prepare(momentum_dtype)
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            momentum_decay,
-            decoupled_weight_decay,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-        )
+    __signature__ = _signature(torch.optim.NAdam, momentum_dtype=None)

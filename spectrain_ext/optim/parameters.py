@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from spectrain_ext import _C
-from spectrain_ext.operators.corrections import Correction, StepCorrection
 from spectrain_ext.operators.laws import Law, terms_of
 from spectrain_ext.operators.numbers import Term
 
@@ -29,6 +28,9 @@ from .state import (
     ruled,
     scalar_dtype,
 )
+
+if TYPE_CHECKING:
+    from spectrain_ext.operators.corrections import Correction
 
 Views = Mapping[Tensor, Tensor]
 
@@ -78,6 +80,16 @@ class Binding:
                 )
         self._checked[id(views)] = views
 
+    def check_wide(self, groups: Sequence[Group], why: str) -> None:
+        """Raise TypeError for true weights of 16 bits."""
+        for where, p in named(groups):
+            dtype = self.weights[p].dtype
+            if dtype.itemsize == 2:
+                raise TypeError(
+                    f"bind: the true weights of {where} must be float32 or float64 {why}, "
+                    f"got {dtype}"
+                )
+
 
 class Parameters:
     """All parameters of an optimizer, numbered by position, with their state and groups."""
@@ -114,9 +126,20 @@ class Parameters:
         # Then: the groups' values and the factor on their learning rates.
         self._numbers_of: tuple[tuple[Any, ...], ...] | None = None
         self._factor = 1.0
-        self._good: list[tuple[tuple[Law, ...], bool]] = []
+        self._good: list[tuple[Law, bool]] = []
 
     # Hyperparameters of the groups.
+
+    def check_group(self, groups: Sequence[Group], index: int) -> None:
+        """Refuse what a group has: numbers out of range, a dtype, a parameter twice."""
+        self.rule.read(index, groups[index])
+        seen: dict[Tensor, int] = {}
+        for i, p in enumerate(groups[index]["params"]):
+            where = f"parameter {i} of group {index}"
+            if p in seen:
+                raise ValueError(f"{where} is parameter {seen[p]} of that group once more")
+            seen[p] = i
+            check_dtypes(where, p.dtype, self._state_dtype)
 
     def numbers(self, groups: Sequence[Group], factor: float = 1.0) -> list[Any]:
         """Return the hyperparameters of every group; the same list while nothing changes."""
@@ -126,7 +149,7 @@ class Parameters:
             self._numbers = [self.rule.read(index, group) for index, group in enumerate(groups)]
             if factor != 1.0:
                 self._numbers = [replace(n, lr=n.lr * factor) for n in self._numbers]
-            if isinstance(self.correction, StepCorrection):
+            if self.correction is not None and not self.correction.reads_stale:
                 self._numbers = list(map(self._corrected, range(len(groups)), self._numbers))
             self._good = []
             kinds = [numbers.has_momentum for numbers in self._numbers]
@@ -151,13 +174,11 @@ class Parameters:
             )
         return corrected
 
-    def check_laws(
-        self, groups: Sequence[Group], laws: tuple[Law, ...], has_gradient: bool
-    ) -> None:
-        """Raise ValueError if a law does not fit the hyperparameters of its group."""
-        if (laws, has_gradient) in self._good:
+    def check_law(self, groups: Sequence[Group], law: Law, has_gradient: bool) -> None:
+        """Raise ValueError if a law does not fit the hyperparameters of a group."""
+        if (law, has_gradient) in self._good:
             return
-        for index, (law, numbers) in enumerate(zip(laws, self._numbers, strict=True)):
+        for index, numbers in enumerate(self._numbers):
             terms = terms_of(law, numbers)
             if terms:
                 self.check_momentum(groups, only=index)
@@ -166,7 +187,7 @@ class Parameters:
                     f"steps: {law} needs the gradient; order it with write_with_next_step"
                 )
         self._good[_REMEMBERED:] = []
-        self._good.insert(0, (laws, has_gradient))
+        self._good.insert(0, (law, has_gradient))
 
     def check_momentum(
         self,

@@ -1,19 +1,13 @@
-"""Update rules, the layout of their state, and guards while a step or a save is refused."""
+"""Update rules, and the layout of their state."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from types import MethodType
-from typing import Any, NoReturn
-from weakref import WeakMethod
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch import Tensor
 
 from spectrain_ext.operators.calls import Role
 from spectrain_ext.operators.numbers import Adam, Sgd
@@ -22,9 +16,6 @@ Numbers = Sgd | Adam
 Scalars = tuple[float, ...]
 Group = Mapping[str, Any]
 State = MutableMapping[Tensor, dict[str, Any]]
-
-_SAVES = nn.Module._save_to_state_dict.__code__
-_GUARDED = ("detach", "__deepcopy__", "__reduce_ex__")
 
 WEIGHT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -231,121 +222,3 @@ def independent(entry: Any, keys: Sequence[str]) -> Any:
         key: value.detach().clone() if key in keys and isinstance(value, Tensor) else value
         for key, value in entry.items()
     }
-
-
-class Ordered:
-    """Synchronizes reading and loading of state with an owner that steps on other streams."""
-
-    _order: WeakMethod[Callable[[], AbstractContextManager[object]]] | None = None
-
-    def order_by(self, turn: Callable[[], AbstractContextManager[object]]) -> None:
-        """Enter the context manager from this bound method when state is read or loaded.
-
-        An owner that steps on its own streams orders them with the caller's there. Only a weak
-        reference to it is kept.
-        """
-        self._order = WeakMethod(turn)
-
-    def _owners_turn(self) -> AbstractContextManager[object]:
-        turn = None if self._order is None else self._order()
-        return nullcontext() if turn is None else turn()
-
-
-class SaveGuard:
-    """Makes ``state_dict``, ``torch.save``, pickle and deepcopy of parameters raise RuntimeError.
-
-    torch's hooks belong to modules, but any module may hold the parameters. So attributes of the
-    parameters shadow their class's: ``detach``, if ``nn.Module._save_to_state_dict`` calls it, and
-    the methods that ``copy`` and ``pickle`` use. Compiled code ignores them. ``why`` is the error
-    message, with the remedy.
-    """
-
-    def __init__(self, why: str) -> None:
-        self._why = why
-        self._lifted = False
-
-    def put(self, params: Iterable[Tensor]) -> None:
-        self._lifted = False
-        for p in params:
-            guards = (partial(self._detach, p), self._copy, self._copy)
-            vars(p).update(zip(_GUARDED, guards, strict=True))
-
-    def take(self, params: Iterable[Tensor]) -> None:
-        """Allow saving again; may be called repeatedly or without a ``put``."""
-        for p in params:
-            for name in _GUARDED:
-                vars(p).pop(name, None)
-
-    @contextmanager
-    def lifted(self) -> Iterator[None]:
-        """Allow ``state_dict`` inside, for a caller that inserts the true weights."""
-        self._lifted = True
-        try:
-            yield
-        finally:
-            self._lifted = False
-
-    def _detach(self, p: Tensor) -> Tensor:
-        if not is_compiling() and not self._lifted and sys._getframe(1).f_code is _SAVES:
-            raise RuntimeError(f"state_dict: {self._why}")
-        return Tensor.detach(p)
-
-    def _copy(self, *_: Any) -> NoReturn:
-        raise RuntimeError(f"copying or pickling a module: {self._why}")
-
-
-class StepGuard:
-    """Makes ``step`` and ``zero_grad`` of an optimizer, and its scheduler's ``step``, raise.
-
-    Not by hooks, which ``zero_grad`` and schedulers do not have. Attributes of the optimizer shadow
-    its class's methods; a scheduler, whose ``state_dict`` has all its attributes, gets a subclass.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-        self._attributes: dict[str, Any] = getattr(optimizer, "__dict__", {})
-        self._scheduler = scheduler
-        self._before: tuple[dict[str, Any], type] | None = None  # while the guard is put
-
-    def put(self) -> None:
-        held, scheduler = self._attributes, self._scheduler
-        kind: Any = type(scheduler)
-        self._before = {name: held[name] for name in _REFUSED if name in held}, kind
-        held.update(_REFUSED)
-        if scheduler is not None:
-            with suppress(TypeError):  # of a class that allows no such subclass
-                scheduler.__class__ = _refusing(kind)
-
-    def take(self) -> None:
-        """Allow the methods again; may be called repeatedly or without a ``put``."""
-        if self._before is None:
-            return
-        attributes, kind = self._before
-        for name in _REFUSED:
-            self._attributes.pop(name, None)
-        self._attributes.update(attributes)
-        if self._scheduler is not None:
-            self._scheduler.__class__ = kind
-        self._before = None  # last: an exception in between, as by a second Ctrl-C, leaves it
-
-
-def refuse_call(name: str, *_: object, **__: object) -> NoReturn:
-    raise RuntimeError(
-        f"{name}: a run of the pipeline has not ended; it steps its optimizers and schedulers and "
-        "clears the gradients itself, so leave this call out; 'Inside the loop' in docs/loops.md "
-        "says what to do instead"
-    )
-
-
-# Methods, as torch's schedulers expect when they wrap an optimizer's ``step``.
-_REFUSED = {name: MethodType(refuse_call, name) for name in ("step", "zero_grad")}
-
-
-@lru_cache(maxsize=64)
-def _refusing(kind: type) -> type:
-    """Return a subclass of a scheduler's class, under its name, that cannot step."""
-
-    def step(_: object, *args: object, **more: object) -> None:
-        refuse_call("step")
-
-    body = {"__module__": kind.__module__, "__slots__": (), "step": step}
-    return type(kind)(kind.__name__, (kind,), body)

@@ -22,7 +22,7 @@ from spectrain_ext.method import (
     phases_of,
     put_off_by,
 )
-from spectrain_ext.optim.state import refuse_call
+from spectrain_ext.optim.guards import refuse_call
 from spectrain_ext.rng import StageRandom
 from spectrain_ext.schedule import Place, Replicas, Rules, find_generator, flushes
 from spectrain_ext.threads import warn_of_threads

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spectrain_ext.optim.state import SaveGuard
+from spectrain_ext.optim.guards import SaveGuard
 from spectrain_ext.rng import StageRandom
 from spectrain_ext.transport import Buffer, new_stream
 from spectrain_ext.weights import StageWeights

@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from spectrain_ext.operators.laws import Linear, SecondOrder
 from spectrain_ext.optim import PredictingOptimizer
 from spectrain_ext.optim.base import Updater, updater_of
-from spectrain_ext.optim.state import StepGuard
+from spectrain_ext.optim.guards import StepGuard
 from spectrain_ext.schedule import Entries, Generator, Place, Rules, count_stage, find_generator
 
 from .storage import Content, Storage, flat_nbytes, true_dtype

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from spectrain_ext import _C
-from spectrain_ext.operators.plan import Plan
+from spectrain_ext.operators.calls import Lists, Role
 from spectrain_ext.optim import PredictingOptimizer
 from spectrain_ext.schedule import Rules
 from spectrain_ext.transport import Buffer, Event
@@ -130,7 +130,7 @@ class Storage:
         self.optimizer = optimizer
         self._correction, self._averaging = rules.correction, rules.averaging
         self._running = False
-        self._plans: dict[tuple[int, int], Plan] = {}  # by source and target
+        self._plans: dict[tuple[int, int], _C.Plan] = {}  # by source and target
         # By address of a flat buffer's memory: its index in its version, and its first element.
         self.addresses: dict[int, tuple[int, int]] = {}
         self.pool: list[VersionBuffer] = []  # to compute with
@@ -287,8 +287,8 @@ class Storage:
             read, written = source.buffers, target.buffers
             if [b.dtype for b in read] != [b.dtype for b in written]:
                 read, written = [*source.views.values()], [*target.views.values()]
-            plan = self._plans[id(source), id(target)] = Plan(read, outs=[written])
-        plan.write_out()
+            plan = self._plans[id(source), id(target)] = _plan(read, written)
+        plan.write_out(0, None)
 
     def _extrapolate(self, steps: float, target: Flat) -> None:
         before, out = self._before, target if self._ahead is None else self._ahead
@@ -296,8 +296,8 @@ class Storage:
         plan = self._plans.get((id(before), id(out)))
         if plan is None:
             true, old, new = ([*flat.views.values()] for flat in (self.true.flat, before, out))
-            plan = self._plans[id(before), id(out)] = Plan(true, stashed=old, outs=[new])
-        plan._native.extrapolate(steps, 0, None)  # it may extrapolate backwards
+            plan = self._plans[id(before), id(out)] = _plan(true, new, before=old)
+        plan.extrapolate(steps, 0, None)  # may be backwards
         if out is not target:
             self.copy(out, target)
 
@@ -311,6 +311,19 @@ class Storage:
             for flat in predicted:
                 flat.views[p].copy_(flat.views[p] + (new - old))
             old.copy_(new)
+
+
+def _plan(
+    weights: Sequence[Tensor], out: Sequence[Tensor], before: Sequence[Tensor] | None = None
+) -> _C.Plan:
+    """Prepare to copy weights, or to extrapolate them from those before."""
+    lists = Lists(weights, "weights", writes=False)
+    if before is not None:
+        lists.add(Role.STASHED, "before", before, writes=False)
+    lists.add(Role.OUT, "out", out, writes=True)
+    plan = lists.plan()
+    plan.keep(True)
+    return plan
 
 
 class SavedWeights:

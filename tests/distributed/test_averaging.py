@@ -12,10 +12,11 @@ from helpers.ways import travelling
 from torch import nn
 
 import spectrain_ext as st
+from studies.sparse import Sparse
 
 pytestmark = pytest.mark.processes
 
-ELASTIC, SPARSE = st.averaging.Elastic(0.3), st.averaging.Sparse(0.25, 2, 0.6)
+ELASTIC, SPARSE = st.averaging.Elastic(0.3), Sparse(0.25, 2, 0.6)
 CASES = {
     2: [([2], "vanilla", ELASTIC, {"microbatches": 4}), ([2], "sync", SPARSE, {"microbatches": 2})],
     3: [([3], "sync", ELASTIC, {"microbatches": 6}), ([3], "vanilla", SPARSE, {"microbatches": 3})],

@@ -1,4 +1,4 @@
-"""Makes every call of the operators and predicts its effects: inner, because `Rate` is.
+"""Makes every call of the operators and predicts its effects: inner, as `Rate` and groups are.
 
 A call on a `World` of tensors must have the bits of ops_reference.py and change nothing else.
 """
@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from helpers import ops_options as names
 from helpers import ops_reference as ref
@@ -21,6 +22,7 @@ from helpers.ops_tensors import Effects, World
 
 import spectrain_ext as st
 from spectrain_ext import laws
+from spectrain_ext.operators import calls
 from spectrain_ext.operators.numbers import Rate
 
 
@@ -28,6 +30,31 @@ def in_memory(value: float, dtype: torch.dtype = torch.float64, device: str = "c
     """Return a learning rate that a kernel reads; on the CPU none is taken as such by itself."""
     tensor = torch.tensor(value, dtype=dtype, device=device)
     return Rate(tensor) if device == "cpu" else tensor
+
+
+class GroupPlan(st.Plan):
+    """A plan of parameter groups, as an optimizer's launches are, with a plan's methods."""
+
+    def __init__(self, groups: Sequence[int], *args: Any, **lists: Any) -> None:
+        plan = calls.Lists.plan
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(calls.Lists, "plan", lambda self: plan(self, groups))
+            super().__init__(*args, **lists)
+        self._groups = 1 + max(groups)
+
+    def _laws(self, horizon: Any) -> Any:
+        horizons = horizon if isinstance(horizon, tuple) else [horizon] * self._groups
+        return None if horizon is None else [laws.as_law(each) for each in horizons]
+
+    def _prediction(self, steps: Any, numbers: dict[str, Any]) -> Any:
+        return calls.prediction(numbers["numbers"], self._laws(steps))
+
+    def step(
+        self, numbers: Any, *, predict: Any = (), first_step: Any = False, **options: Any
+    ) -> None:
+        laws_of = [self._laws(each) for each in predict]
+        step = calls.step_arguments(numbers, laws_of, first_step is True)
+        self._native.step(*step, first_step, options, None)
 
 
 class _Call:
@@ -70,6 +97,15 @@ class _Call:
             # v is set to d, and was 0 before.
             law = laws.Linear(law.delay + law.lead + law.delay * (law.delay + 1.0) / 2.0)
         return law.sgd(own)
+
+
+def _plan(world: World, adam: bool) -> st.Plan:
+    if adam not in world.plans:
+        if world.way == "groups":
+            world.plans[adam] = GroupPlan(world.groups, **world.lists_of_plan(adam))
+        else:
+            world.plans[adam] = st.Plan(**world.lists_of_plan(adam))
+    return world.plans[adam]
 
 
 def check_step(world: World, options: Options) -> None:
@@ -135,11 +171,11 @@ def _step(
 ) -> None:
     name = "adam_step_" if call.adam else "sgd_step_"
     if world.way in PLANS:
-        method = getattr(world.plan(call.adam), name)
+        plan: Any = _plan(world, call.adam)
         if world.way == "groups":
-            method(call.numbers(), predict=horizons, **more)
+            plan.step(call.numbers(), predict=horizons, **more)
         else:
-            method(**call.keywords(), predict=horizons, **more)
+            getattr(plan, name)(**call.keywords(), predict=horizons, **more)
         return
     outs = [world.argument(name) for name in world.outs[: len(horizons)]]
     lists = [world.argument("params"), world.grads(), world.argument("momentum")]
@@ -178,10 +214,8 @@ def _predict(world: World, call: _Call, options: Options, horizon: Any, new: boo
         numbers = {"lr": numbers["lr"]}
     if world.way in PLANS:
         more = {"out": world.outs.index(out)} if name == "predict" else {}
-        method = getattr(world.plan(call.adam), name)
-        if call.adam or world.way == "groups":
-            return method(tuple(call.numbers()), steps=horizon, **more)  # any sequence
-        return method(steps=horizon, **numbers, **more)
+        numbers = {"numbers": call.numbers()} if world.way == "groups" else numbers
+        return getattr(_plan(world, call.adam), name)(steps=horizon, **numbers, **more)
     taken = ["lr", "momentum", "weight_decay", "nesterov"]
     lists = (
         ["params", "stashed", "momentum"] if name == "stash_predict_" else ["params", "momentum"]
@@ -236,7 +270,7 @@ def _copy(world: World, options: Options, out: str, new: bool) -> Any:
     if world.way in PLANS:
         if name in ("extrapolate", "write_out"):
             numbers["out"] = world.outs.index(out)
-        return getattr(world.plan(bool(world.rng.integers(2))), name)(**numbers)
+        return getattr(_plan(world, bool(world.rng.integers(2))), name)(**numbers)
     if name == "distance":
         w, kept = world.argument("params"), world.argument("stashed")
         each, total = st.distance(w, [kept, w])

@@ -156,6 +156,9 @@ EXCLUDED_STEPS = [
     {"seed": _SEEDS, "dtypes": [x for x in DTYPES if x not in _ROUNDED]},
     # Refused for some rules, see test_laws.py and test_numbers.py.
     {"first": ["some"], "predictions": _BY_SECOND},
+    # Optimizers alone have first steps of some tensors.
+    {"first": ["some"], "way": ["function", "one tensor", "plan", "plan of one tensor"]},
+    {"first": ["some"], "sizes": ["none"]},
     {"lr": list(IN_MEMORY), "predictions": ["geometric", "many terms"]},
 ]
 

@@ -165,7 +165,7 @@ class World:
             self.groups = [int(self.rng.integers(3)) for _ in range(self.n - 1)] + [2]
             self.n_groups = 3
         self.missing = [False] * self.n
-        self._plans: dict[bool, st.Plan] = {}
+        self.plans: dict[bool, st.Plan] = {}
 
     def _type(self, name: str, i: int) -> torch.dtype:
         types = self.types[i]
@@ -185,25 +185,21 @@ class World:
         present = [None if missing else grad for grad, missing in pairs]
         return present[0] if self.single else present
 
-    def plan(self, adam: bool) -> st.Plan:
-        if adam not in self._plans:
-            moments = {"exp_avgs": "momentum", "exp_avg_sqs": "second"}
-            state = moments if adam else {"momentum_buffers": "momentum"}
-            self._plans[adam] = st.Plan(
-                self.argument("params"),
-                grads=self.grads(),
-                stashed=self.argument("stashed"),
-                outs=[self.argument(name) for name in self.outs],
-                groups=self.groups if self.way == "groups" else None,
-                **{key: self.argument(name) for key, name in state.items()},
-            )
-        return self._plans[adam]
+    def lists_of_plan(self, adam: bool) -> dict[str, Any]:
+        moments = {"exp_avgs": "momentum", "exp_avg_sqs": "second"}
+        state = moments if adam else {"momentum_buffers": "momentum"}
+        return {
+            **{"params": self.argument("params"), "grads": self.grads()},
+            "stashed": self.argument("stashed"),
+            "outs": [self.argument(name) for name in self.outs],
+            **{key: self.argument(name) for key, name in state.items()},
+        }
 
     def take_gradients(self, missing: str) -> None:
         """Draw other gradients, of which some are missing, for plans too."""
         self.missing = self.draw(missing)
         self.lists["grads"].fill(self.rng, self.values)
-        for plan in self._plans.values():
+        for plan in self.plans.values():
             plan.refresh(self.grads())
 
     def flat(self, name: str, i: int) -> Tensor:

@@ -30,7 +30,6 @@ from spectrain_ext.method import (
     rules_at,
     second_order,
     spectrain,
-    xgrad,
 )
 from spectrain_ext.optim import SGD, SOAP, AdamW, Muon
 from spectrain_ext.schedule import Place, Replicas, Rules, count_stage, takes_window
@@ -203,7 +202,6 @@ def test_settings_of_methods():
     rules = rules_at(other, Place(2, 4, 2))
     assert (rules.forward_horizon, rules.lead, rules.backward_horizon) == (1, 1, 1)
     assert other.clip(Place(2, 4, 2)) == pytest.approx(0.285)
-    assert rules_at(xgrad(steps=3), Place(0, 1, 1)).forward_horizon == 3
     assert spectrain() == find_method("spectrain")
     other = spectrain(law="difference")
     assert other == dataclasses.replace(spectrain(), law="difference")

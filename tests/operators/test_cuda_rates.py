@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.ops_calls import in_memory
+from helpers.ops_calls import GroupPlan, in_memory
 from torch import Tensor
 
 import spectrain_ext as st
@@ -117,10 +117,10 @@ class TestOneLaunch:
         w, g, v = apart(LONG, 3)
         others = [[t.clone() for t in some] for some in (w, v)]
         groups = [i % 20 for i in range(LONG)]
-        plan = st.Plan(w, grads=g, momentum_buffers=v, groups=groups)
+        plan = GroupPlan(groups, w, grads=g, momentum_buffers=v)
         numbers = [laws.Sgd(0.01 * k, 0.9) for k in range(20)]
         for _ in range(3):
-            plan.sgd_step_(numbers)
+            plan.step(numbers)
             for k, rule in enumerate(numbers):
                 picked = [
                     [some[i] for i in range(k, LONG, 20)] for some in (others[0], g, others[1])

@@ -10,7 +10,7 @@ import hypothesis.strategies as hs
 import pytest
 import torch
 from helpers.bad_input import raises
-from helpers.ops_reference import Numbers, nadam_mu, nadam_product
+from helpers.ops_reference import Numbers, keywords, nadam_mu, nadam_product
 from hypothesis import given, settings
 from torch import Tensor
 
@@ -63,7 +63,7 @@ def random(n: int = 40) -> tuple[Tensor, Tensor, Tensor]:
 def predicted(numbers: Numbers, law: laws.Law, w: Tensor, m: Tensor, u: Tensor) -> Tensor:
     out = torch.full_like(w, math.nan)
     plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, outs=[out])
-    plan.predict([numbers], steps=law)  # type: ignore[arg-type]
+    plan.predict(**keywords(numbers), steps=law)
     return out
 
 
@@ -135,28 +135,12 @@ def test_second_order(numbers: laws.Sgd, delay: float, share: float, first: bool
     w, v, g = random()
     v_prev, out = torch.zeros_like(v) if first else v.clone(), torch.empty_like(w)
     plan = st.Plan(w, momentum_buffers=v, grads=g, outs=[out])
-    plan.sgd_step_([numbers], first_step=first, predict=[laws.SecondOrder(delay, lead)])
+    law = laws.SecondOrder(delay, lead)
+    plan.sgd_step_(**keywords(numbers), first_step=first, predict=[law])
     change = delay * (delay + 1) / 2
     expected = w - numbers.lr * ((delay + lead) * v + change * (v - v_prev))
     # v - v_prev follows from the gradient by division by mu.
     close(out, expected, w, *(t * numbers.lr * (change / numbers.momentum) for t in (v, g, w)))
-
-
-def test_second_order_after_first_steps_of_some_tensors() -> None:
-    """Fine where the gradient enters as on the first step, and refused elsewhere."""
-    numbers: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "first_step": [False, True]}
-    law = laws.SecondOrder(3, 1)
-    w, v, g, out = lists = [list(torch.randn(2, 5).double()) for _ in range(4)]
-    plan = st.Plan(w, momentum_buffers=v, grads=g, outs=[out])
-    v_prev = v[0].clone(), torch.zeros(5).double()
-    plan.sgd_step_(predict=[law], **numbers)
-    for i, before in enumerate(v_prev):
-        close(out[i], w[i] - 0.1 * (4 * v[i] + 6 * (v[i] - before)), w[i], 10 * v[i], 10 * g[i])
-    for call in (
-        lambda: plan.sgd_step_(predict=[law], dampening=0.5, **numbers),
-        lambda: st.sgd_step_(w, g, v, predict=[(law, out)], smoothed=True, **numbers),
-    ):
-        raises(ValueError, "first_step: expected the same for all tensors", call, lists)
 
 
 # Adam, AdamW and NAdam.
@@ -204,7 +188,7 @@ def test_second_order_under_adam(numbers: laws.Adam, delay: float, share: float)
     w, m, u = random()
     g, m_prev, out = torch.randn_like(w), m.clone(), torch.empty_like(w)
     plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, grads=g, outs=[out])
-    plan.adam_step_([numbers], predict=[laws.SecondOrder(delay, lead)])
+    plan.adam_step_(**keywords(numbers), predict=[laws.SecondOrder(delay, lead)])
     change = delay * (delay + 1) / 2
     expected = w - move(numbers, (delay + lead) * m + change * (m - m_prev), u, 0)
     largest = (delay + lead + change / numbers.betas[0]) * (m.abs() + m_prev.abs() + g.abs())
@@ -236,18 +220,19 @@ def test_a_law_that_numbers_do_not_allow(law: laws.Law, numbers: Numbers, says: 
         law.adam(numbers) if isinstance(numbers, laws.Adam) else law.sgd(numbers)
     plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, grads=g, outs=outs)
     step: Any = plan.adam_step_ if isinstance(numbers, laws.Adam) else plan.sgd_step_
-    raises(ValueError, "steps|momentum|betas", lambda: step([numbers], predict=[1, law]), lists)
-    raises(ValueError, "steps|momentum|betas", lambda: plan.predict([numbers], steps=law), lists)
+    own, names = keywords(numbers), "steps|momentum|betas"
+    raises(ValueError, names, lambda: step(**own, predict=[1, law]), lists)
+    raises(ValueError, names, lambda: plan.predict(**own, steps=law), lists)
 
 
 def test_only_a_step_can_write_second_order() -> None:
     w, m, u, out = lists = [torch.rand(5) for _ in range(4)]
-    law, keywords = laws.SecondOrder(2.0), {"lr": 0.1, "momentum": 0.9}
+    law, sgd = laws.SecondOrder(2.0), {"lr": 0.1, "momentum": 0.9}
     plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, stashed=out)
     for call in (
-        lambda: st.predict(w, m, steps=law, out=out, **keywords),
-        lambda: st.stash_predict_(w, out, m, steps=law, **keywords),
+        lambda: st.predict(w, m, steps=law, out=out, **sgd),
+        lambda: st.stash_predict_(w, out, m, steps=law, **sgd),
         lambda: st.adam_predict(w, m, u, lr=0.1, step=1, steps=law, out=out),
-        lambda: plan.stash_predict_([_ADAM], steps=law),
+        lambda: plan.stash_predict_(lr=0.1, step=1, steps=law),
     ):
         raises(ValueError, "steps: .*gradient", call, lists)

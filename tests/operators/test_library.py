@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,7 +55,7 @@ _NONE = Op("distance", lambda params: st.distance(params, []), "params")
 _GEOMETRIC = {"steps": laws.Geometric(3.0), "momentum": 0.9, "nesterov": True}
 _DECOUPLED = {"weight_decay": 0.1, "decoupled_weight_decay": True}
 _SGD = {
-    **{"weight_decay": 0.01, "first_step": [False, True], "steps": laws.Geometric(3.0)},
+    **{"weight_decay": 0.01, "first_step": True, "steps": laws.Geometric(3.0)},
     **{"zero_grad": True, "rounding_seed": 2**62, "dampening": 0.5},
 }
 _SMOOTHED = {"smoothed": True, "nesterov": True, **_DECOUPLED, "first_step": True}
@@ -107,6 +109,18 @@ def _same(a: Any, b: Any) -> None:
     assert tree_structure(a) == tree_structure(b)
     for x, y in zip(tree_leaves(a), tree_leaves(b), strict=True):
         assert x is y is None or (torch.equal(x, y) and x.stride() == y.stride())
+
+
+@pytest.mark.processes
+def test_the_first_call_of_an_operator_may_be_a_compiled_one() -> None:
+    """It loads the operators while it is traced."""
+    program = """
+import sys, torch, spectrain_ext as st
+assert "spectrain_ext.operators.library" not in sys.modules
+call = torch.compile(lambda w: st.predict(w, w, lr=0.5, steps=1), backend="eager")
+assert call(torch.ones(3)).tolist() == [0.5] * 3
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_every_schema_is_called_here() -> None:

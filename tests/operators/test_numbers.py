@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -156,9 +157,9 @@ def test_adam_takes_its_rate_from_the_host() -> None:
     with pytest.raises(TypeError, match=r"lr: expected a number, got .*Rate"):
         laws.Adam(in_memory(0.5), step=1)
     w, v = lists = tensors(1)
-    group = laws.Sgd(in_memory(0.5), decoupled_weight_decay=True, **_DECAYED)
-    plan = st.Plan(w, momentum_buffers=v)
-    raises(TypeError, _ON_HOST, lambda: plan.predict_([group], steps=_FAR), lists)
+    plan, decoupled = st.Plan(w, momentum_buffers=v), {"decoupled_weight_decay": True, **_DECAYED}
+    call = partial(plan.predict_, lr=in_memory(0.5), **decoupled, steps=_FAR)
+    raises(TypeError, _ON_HOST, call, lists)
 
 
 def test_an_optimizer_hands_it_on() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.bad_input import raises
+from helpers.ops_calls import GroupPlan
 from torch import Tensor
 
 import spectrain_ext as st
@@ -120,13 +121,11 @@ def test_a_step_is_few_launches(
     lists: list[list[Tensor]], groups: Any, step: dict[str, Any], launches: tuple[int, int]
 ) -> None:
     w, g, m, u, *outs = lists
-    plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, grads=g, outs=outs, groups=groups)
-    n_groups = max(groups or [0]) + 1
+    groups = groups or [0] * len(w)
+    plan = GroupPlan(groups, w, exp_avgs=m, exp_avg_sqs=u, grads=g, outs=outs)
     options = {"predict": [2.0], **step}
-    if options.pop("adam", False):
-        plan.adam_step_([_ADAM] * n_groups, **options)
-    else:
-        plan.sgd_step_([_SGD] * n_groups, **options)
+    numbers = _ADAM if options.pop("adam", False) else _SGD
+    plan.step([numbers] * (max(groups) + 1), **options)
     assert plan._native.last_launch() == launches
 
 
@@ -137,13 +136,14 @@ def test_more_second_order_predictions_than_one_pass_writes_are_refused() -> Non
         w, g, v = (torch.rand(30) for _ in range(3))
         outs = [torch.zeros(30, dtype=dtype) for dtype in types]
         plan = st.Plan(w, momentum_buffers=v, grads=g, outs=outs)
-        step = partial(plan.sgd_step_, [_SGD], predict=[second] * len(outs))
+        step = partial(plan.sgd_step_, lr=0.1, momentum=0.9, predict=[second] * len(outs))
         raises(ValueError, "second-order", step, (w, v, outs))
 
 
 def test_a_group_without_tensors_has_numbers_all_the_same() -> None:
-    for groups in (np.array([0, 2]), range(0, 3, 2)):
-        w = [torch.zeros(3), torch.zeros(3)]
-        plan = st.Plan(w, grads=[torch.ones(3)] * 2, groups=groups)  # type: ignore[arg-type]
-        plan.sgd_step_([laws.Sgd(1.0, 0.0), laws.Sgd(7.0, 0.0), laws.Sgd(3.0, 0.0)])
-        assert [t.tolist() for t in w] == [[-1.0] * 3, [-3.0] * 3]
+    w = [torch.zeros(3), torch.zeros(3)]
+    plan = GroupPlan([0, 2], w, grads=[torch.ones(3)] * 2)
+    plan.step([laws.Sgd(1.0, 0.0), laws.Sgd(7.0, 0.0), laws.Sgd(3.0, 0.0)])
+    assert [t.tolist() for t in w] == [[-1.0] * 3, [-3.0] * 3]
+    with pytest.raises(ValueError, match="in all groups, or in none"):
+        plan.step([laws.Sgd(1.0, 0.0), laws.Sgd(7.0, 0.9), laws.Sgd(3.0, 0.0)])

@@ -15,60 +15,38 @@ from helpers.bad_input import raises
 import spectrain_ext as st
 from spectrain_ext import laws
 
-_S, _A = laws.Sgd(0.1, 0.9), laws.Adam(0.1, step=1)
-_STILL = laws.Sgd(0.1, 0.0)
-_DECAYED = laws.Sgd(0.1, 0.9, weight_decay=0.1)
 _FRACTION = laws.Geometric(1.5)
 #: A call of a plan, its error, and the message.
 Row = tuple[Callable[[Any], object], type[Exception] | tuple[type[Exception], ...], str]
 _NUMBERS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+_ADAM: dict[str, Any] = {"lr": 0.1, "step": 1}
 _ONE: dict[str, Any] = {"lr": 0.1, "steps": 1.0}
 
 
-_TWO_GROUPS: list[Row] = [
-    # Numbers for another count of groups, or of another rule.
-    (lambda p: p.sgd_step_([]), ValueError, "groups: expected the numbers of 2 groups, got 0"),
-    (lambda p: p.predict_([_S] * 3, steps=1.0), ValueError, "groups: .* of 2 groups, got 3"),
-    (lambda p: p.sgd_step_([_S, _A]), TypeError, r"groups\[1\]: expected Sgd, got Adam"),
-    (lambda p: p.adam_step_([_A, _S]), TypeError, r"groups\[1\]: expected Adam, got Sgd"),
-    (lambda p: p.predict([_A, _S], steps=1.0), TypeError, r"groups\[1\]: expected Adam"),
-    # What is no list of numbers.
-    *[(lambda p, x=x: p.sgd_step_(x), TypeError, "groups") for x in (_S, 3, "sgd", [3, 4])],
-    # Numbers that are missing or given twice.
-    (lambda p: p.sgd_step_(), TypeError, "^lr: "),
+_ARGUMENTS: list[Row] = [
+    # Numbers that are missing, or of another rule.
+    (lambda p: p.sgd_step_(), TypeError, "^lr: sgd_step_ needs it"),
     (lambda p: p.sgd_step_(lr=0.1), TypeError, "^momentum: "),
-    (lambda p: p.adam_step_(), TypeError, "^lr: adam_step_ needs it, or groups"),
-    (lambda p: p.adam_step_(lr=0.1), TypeError, "^step: adam_step_ needs it, or groups"),
-    (lambda p: p.predict(steps=1.0), TypeError, "^groups"),
-    (lambda p: p.sgd_step_([_S] * 2, lr=0.1), TypeError, "^lr: groups are given"),
-    (lambda p: p.stash_predict_([_S] * 2, steps=1.0, nesterov=True), TypeError, "^nesterov: gro"),
-    (lambda p: p.adam_step_([_A] * 2, eps=1e-3), TypeError, "^eps: groups are given"),
+    (lambda p: p.adam_step_(), TypeError, "^lr: adam_step_ needs it"),
+    (lambda p: p.adam_step_(lr=0.1), TypeError, "^step: adam_step_ needs it"),
+    (lambda p: p.predict(steps=1.0), TypeError, "'lr'"),
+    (lambda p: p.predict(steps=1.0, step=1), TypeError, "'lr'"),
+    (lambda p: p.predict(steps=1.0, lr=0.1, step=1, momentum=0.9), TypeError, "'momentum'"),
     (lambda p: p.adam_step_(lr=0.1, step=1, momentum=0.9), TypeError, "unexpected.*'momentum'"),
-    (lambda p: p.sgd_step_([_S] * 2, clip=1), TypeError, "unexpected keyword argument 'clip'"),
+    (lambda p: p.sgd_step_(clip=1, **_NUMBERS), TypeError, "unexpected keyword argument 'clip'"),
     # Horizons and laws.
-    *[
-        (call, ValueError, f"expected one for each of 2 groups, got {len(laws_)}")
-        for laws_ in ((), (1.0,), (1.0, 2.0, 3.0))
-        for call in (
-            lambda p, laws_=laws_: p.sgd_step_([_S] * 2, predict=[laws_]),
-            lambda p, laws_=laws_: p.predict(lr=0.1, steps=laws_),
-        )
-    ],
-    (lambda p: p.sgd_step_([_S] * 2, predict=[(1.0, -1)]), ValueError, r"predict\[0\]\[1\]"),
-    (lambda p: p.predict(lr=0.1, steps=(1.0, "x")), TypeError, r"steps\[1\]"),
-    (lambda p: p.predict([_S, _DECAYED], steps=_FRACTION), ValueError, "^steps: .*whole"),
+    (lambda p: p.sgd_step_(predict=[-1], **_NUMBERS), ValueError, r"predict\[0\]"),
+    (lambda p: p.predict(lr=0.1, steps="x"), TypeError, "^steps"),
+    (lambda p: p.predict(steps=_FRACTION, weight_decay=0.1, **_NUMBERS), ValueError, "whole"),
     (lambda p: p.predict(lr=-1.0, steps=1.0), ValueError, "^lr"),
     (lambda p: p.stash_predict_(lr=0.1, steps=math.nan), ValueError, "^steps"),
     (lambda p: p.extrapolate(steps=math.inf), ValueError, "^steps"),
     (lambda p: p.sgd_step_(predict=[math.nan], **_NUMBERS), ValueError, "predict"),
     (lambda p: p.sgd_step_(predict=[1.0, 1.0], **_NUMBERS), ValueError, "predict: .*1 outs, got 2"),
-    (lambda p: p.adam_step_([_A] * 2, predict=[1.0, None]), ValueError, "predict: .*1 outs"),
-    (lambda p: p.sgd_step_(first_step=[True], **_NUMBERS), ValueError, "first_step: .* 2 tensors"),
+    (lambda p: p.adam_step_(**_ADAM, predict=[1.0, None]), ValueError, "predict: .*1 outs"),
+    (lambda p: p.sgd_step_(first_step=[True], **_NUMBERS), TypeError, "^first_step: .* a bool"),
     # Momentum.
-    (lambda p: p.sgd_step_([_S, _STILL]), ValueError, "^momentum: .*in all groups, or in none"),
-    (lambda p: p.stash_predict_([_S, _STILL], steps=1.0), ValueError, "^momentum: .*momentum > 0"),
     (lambda p: p.sgd_step_(lr=0.1, momentum=0.0, predict=[1.0]), ValueError, "momentum > 0"),
-    (lambda p: p.sgd_step_([_STILL] * 2, predict=[1.0]), ValueError, "predict: .*momentum > 0"),
     # Outputs.
     *[
         (call, error, "^out: expected an index")
@@ -82,20 +60,20 @@ _TWO_GROUPS: list[Row] = [
 ]
 
 
-@pytest.mark.parametrize("row", _TWO_GROUPS, ids=lambda row: row[2])
+@pytest.mark.parametrize("row", _ARGUMENTS, ids=lambda row: row[2])
 def test_arguments_that_cannot_be(row: Row) -> None:
     w, g, m, u, kept, out = lists = [[torch.rand(3), torch.rand(3)] for _ in range(6)]
-    plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, grads=g, stashed=kept, outs=[out], groups=[0, 1])
+    plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, grads=g, stashed=kept, outs=[out])
     call, error, says = row
     raises(error, says, lambda: call(plan), lists)
 
 
 _BARE: list[Row] = [
     (lambda p: p.predict_(**_ONE), ValueError, "momentum_buffers"),
-    (lambda p: p.predict_([_A], steps=1.0), ValueError, "exp_avgs"),
+    (lambda p: p.predict_(steps=1.0, **_ADAM), ValueError, "exp_avgs"),
     (lambda p: p.stash_predict_(**_ONE), ValueError, "stashed|momentum_buffers"),
-    (lambda p: p.sgd_step_([_S]), ValueError, "momentum_buffers"),
-    (lambda p: p.adam_step_([_A]), ValueError, "exp_avgs"),
+    (lambda p: p.sgd_step_(**_NUMBERS), ValueError, "momentum_buffers"),
+    (lambda p: p.adam_step_(**_ADAM), ValueError, "exp_avgs"),
     (lambda p: p.stash(), ValueError, "stashed"),
     (lambda p: p.restore_(), ValueError, "stashed"),
     (lambda p: p.swap_(), ValueError, "stashed"),
@@ -108,7 +86,7 @@ _BARE: list[Row] = [
             ("out", lambda p: p.write_out()),
             ("out", lambda p: p.extrapolate(steps=1.0)),
             ("predict", lambda p: p.sgd_step_(predict=[1.0], **_NUMBERS)),
-            ("predict", lambda p: p.adam_step_([_A], predict=[1.0])),
+            ("predict", lambda p: p.adam_step_(**_ADAM, predict=[1.0])),
         )
     ],
 ]
@@ -126,35 +104,16 @@ def test_moments_and_gradients_that_are_missing() -> None:
     w, m, u = lists = [torch.rand(4) for _ in range(3)]
     one = st.Plan(w, exp_avgs=m, grads=torch.ones(4), stashed=torch.zeros(4))
     for call in (
-        lambda: one.adam_step_([_A]),
-        lambda: one.predict_([_A], steps=1.0),
-        lambda: one.stash_predict_([_A], steps=1.0),
+        lambda: one.adam_step_(**_ADAM),
+        lambda: one.predict_(steps=1.0, **_ADAM),
+        lambda: one.stash_predict_(steps=1.0, **_ADAM),
     ):
         raises(ValueError, "exp_avg_sqs", call, lists)
     plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u)
-    raises(ValueError, "grads", lambda: plan.adam_step_([_A]), lists)
+    raises(ValueError, "grads", lambda: plan.adam_step_(**_ADAM), lists)
     raises(TypeError, "outs: expected a sequence of outputs", lambda: st.Plan(w, outs=m), lists)
     both = {"momentum_buffers": m, "exp_avgs": u}
     raises(ValueError, "exp_avgs: momentum_buffers are given", lambda: st.Plan(w, **both), lists)
-
-
-@pytest.mark.parametrize(
-    ("groups", "error", "names"),
-    [
-        ([0], ValueError, "groups: expected one entry per tensor, 2, got 1"),
-        ([], ValueError, "groups: expected one entry per tensor"),
-        ([0, -1], ValueError, r"groups\[1\]"),
-        ([0, 70_000], ValueError, r"groups\[1\]"),
-        ([0, 1.5], TypeError, r"groups\[1\]"),
-        ([0, True], TypeError, r"groups\[1\]"),
-        ("01", TypeError, "groups"),
-        (3, TypeError, "groups"),
-    ],
-    ids=str,
-)
-def test_groups_that_cannot_be(groups: Any, error: type[Exception], names: str) -> None:
-    w = [torch.zeros(3), torch.zeros(3)]
-    raises(error, "^" + names, lambda: st.Plan(w, groups=groups), w)
 
 
 def test_pickle_and_copies() -> None:

@@ -128,7 +128,7 @@ def test_a_read_only_gradient_cannot_be_set_to_zero() -> None:
 )
 def test_a_seed_that_cannot_be(seed: Any, error: type[Exception], says: str) -> None:
     w, g, v, u = lists = [[torch.ones(3).bfloat16(), torch.ones(3)] for _ in range(4)]
-    plan = st.Plan(w, exp_avgs=v, exp_avg_sqs=u, grads=g, groups=[0, 1])
+    plan = st.Plan(w, exp_avgs=v, exp_avg_sqs=u, grads=g)
     sgd, adam = {"lr": 0.1, "momentum": 0.9}, {"lr": 0.1, "step": 1}
     for call in (
         lambda: st.sgd_step_(w, g, v, rounding_seed=seed, **sgd),

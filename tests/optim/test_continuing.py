@@ -45,7 +45,7 @@ CASES = Axes(
         "state": (None, F32),  # dtype of momenta
         "flag": (None, "foreach", "fused"),
         "master": (False, True),
-        "law": (0, 2.5, st.laws.Geometric(3), (1, 0)),
+        "law": (0, 2.5, st.laws.Geometric(3)),
     },
     [
         {"state": [F32], "dtype": [F64, F32]},

@@ -168,25 +168,3 @@ def test_a_captured_step_is_refused(name: str) -> None:
     torch.cuda.synchronize()
     with pytest.raises(RuntimeError, match="graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         optimizer.step()
-
-
-def test_a_scaled_step_of_sgd_does_not_wait_for_the_device() -> None:
-    p = nn.Parameter(torch.ones(8, device="cuda"))
-    optimizer = st.optim.SGD([p], lr=0.1, momentum=0.9)
-    scaler = torch.amp.GradScaler("cuda", init_scale=4.0)
-
-    def step(factor: float) -> None:
-        optimizer.zero_grad()
-        scaler.scale((p * factor).sum()).backward()
-        scaler.step(optimizer)
-
-    step(1.0)  # a parameter's first step does
-    before = p.detach().clone()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        scaler._per_optimizer_states.clear()
-        step(float("inf"))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(p, before)

@@ -98,18 +98,13 @@ SECOND = {
     "SGD": {"lr": 0.2, "weight_decay": 0.1, "momentum": 0.8},
     "Adam": {"lr": 0.05, "weight_decay": 0.1, "betas": (0.5, 0.9), "eps": 1e-4},
 }
-LAWS = (
-    *(0, 1, 2.5, Linear(3), Geometric(2), SecondOrder(2, 1)),
-    *((0, Geometric(3), 1), (SecondOrder(1), 1.5, 0)),  # for each group
-)
+LAWS = 0, 1, 2.5, Linear(3), Geometric(2), SecondOrder(2, 1)
 
 
 class How(NamedTuple):
     """How a step is made."""
 
     none: tuple[int, ...] = ()  # parameters without a gradient
-    scale: float | None = None  # of the gradients
-    skipped: bool = False
     strange: bool = False  # gradients of other layouts
     under: str = "cpu"  # torch's default device
 
@@ -237,19 +232,16 @@ class Life:
 
     def next_law(self) -> Any:
         """Return the next law that can be predicted by; None if no prediction is possible."""
-        groups = self.optimizer.param_groups
-        law = LAWS[self.made // 2 % len(LAWS)]  # twice, so that calls may be reused
+        law: Any = LAWS[self.made // 2 % len(LAWS)]  # twice, so that calls may be reused
         self.made += 1
-        if not all(group.get("momentum", 1.0) for group in groups):
+        if not all(group.get("momentum", 1.0) for group in self.optimizer.param_groups):
             return None
-        laws = law[: len(groups)] if isinstance(law, tuple) else (law,) * len(groups)
         wide = self.case["dtype"] in (F64, F32) or self.case["home"] == "wide master"
-        if not (self.bound and wide and self.case.get("betas", (0.9,))[0]):
-            laws = tuple(
-                Linear(each.delay + each.lead) if isinstance(each, SecondOrder) else each
-                for each in laws
-            )
-        return laws if isinstance(law, tuple) else laws[0]
+        if isinstance(law, SecondOrder) and not (
+            self.bound and wide and self.case.get("betas", (0.9,))[0]
+        ):
+            return Linear(law.delay + law.lead)
+        return law
 
     def step(self, how: How) -> None:
         now, optimizer, law = self.now, self.optimizer, self.next_law()
@@ -259,30 +251,25 @@ class Life:
         versions = [p._version for p in now]
         if self.bound:
             optimizer.write_with_next_step(self.outs, law or 0)
-        optimizer.grad_scale = None if how.scale is None else torch.tensor(how.scale)
-        optimizer.found_inf = torch.tensor(1.0) if how.skipped else None
         with torch.device(how.under):
             optimizer.step()
         for p, g, old in zip(now, given, kept, strict=True):
             assert p.grad is g
             assert g is None or torch.equal(g, old)
-        if self.master is not None or how.skipped:
+        if self.master is not None:
             assert_bits(now, weights)
         moved = [p._version > version for p, version in zip(now, versions, strict=True)]
-        assert moved == [g is not None and not self.bound and not how.skipped for g in given]
-        if how.skipped:
-            optimizer.write_with_next_step(None)
-        else:
-            self.definition.step()
-            self.check()
-            self.check_predictions(law, before)
+        assert moved == [g is not None and not self.bound for g in given]
+        self.definition.step()
+        self.check()
+        self.check_predictions(law, before)
 
     def give_gradients(self, how: How) -> None:
         for i, p in enumerate(self.now):
             grad = torch.randn_like(p) * 0.3
             if how.strange and p.dim():
                 grad = torch._neg_view(grad) if i % 2 else other_layout(grad)
-            p.grad = grad * how.scale if how.scale else grad
+            p.grad = grad
             self.of[p].grad = -grad.double() if self.negates else grad.double()
             if i in how.none:
                 p.grad = self.of[p].grad = None
@@ -324,7 +311,7 @@ class Life:
             self.check_predicted(law, before, found)
         else:
             found = [self.outs[p].clone() for p in now]
-            if not isinstance(law, SecondOrder | tuple):
+            if not isinstance(law, SecondOrder):
                 for view in self.outs.values():
                     view.fill_(7)
                 optimizer.write_prediction(self.outs, law or 0)
@@ -333,13 +320,10 @@ class Life:
             self.check_predicted(law or 0, before, found)
 
     def check_predicted(self, law: Any, before: Any, found: list[Tensor]) -> None:
-        groups = self.optimizer.param_groups
         rows = rows_of(self.definition, [self.of[p] for p in self.now])
-        laws = law if isinstance(law, tuple) else [law] * len(groups)
-        each = [own for own, group in zip(laws, groups, strict=True) for _ in group["params"]]
-        by_law = {own: continued(own, before, rows) for own in laws}
+        every = continued(law, before, rows)
         for i, (p, value) in enumerate(zip(self.now, found, strict=True)):
-            expected = by_law[each[i]][i]
+            expected = every[i]
             assert value.dtype == p.dtype
             precision = 10 * PRECISION[self.weight(p).dtype]
             # mu_product is in float32
@@ -386,8 +370,6 @@ EVENTS: dict[str, Callable[[Life], How | None]] = {
     "some have no gradient": lambda life: How(none=(0, 3)),
     "others have none": lambda life: How(none=(1, 2, 5)),
     "none has a gradient": lambda life: How(none=(0, 1, 2, 3, 4, 5)),
-    "scaled": lambda life: How(scale=4.0),
-    "skipped": lambda life: How(scale=2.0, skipped=True),
     "other layouts": lambda life: How(strange=True),
     "other device": lambda life: How(under="meta"),
     "rate": lambda life: life.set(0, lr=0.02 * (1 + life.made % 3)),

@@ -200,12 +200,6 @@ def test_bound_with_a_master(dtype: torch.dtype, make: Any) -> None:
         cases.give_gradients(ours, none=none)
         for p, q in zip(ours, theirs, strict=True):
             q.grad = None if p.grad is None else p.grad.to(wide)
-            p.grad = None if p.grad is None else p.grad * 4
-        before, optimizer.grad_scale = cases.bits(master.values()), torch.tensor(4.0)
-        optimizer.found_inf = torch.tensor(1.0)
-        optimizer.step()  # is skipped
-        cases.assert_bits(master.values(), before)
-        optimizer.found_inf = None
         optimizer.write_with_next_step(outs, law)
         optimizer.step()
         reference.step()

@@ -14,6 +14,7 @@ from oracle.averaging import ElasticOracle, SparseOracle
 from torch import nn
 
 import spectrain_ext as st
+from studies.sparse import Sparse
 
 METHODS = [
     *("sync", "gpipe", "1f1b", "vanilla", "pipedream", "pipedream-2bw", "spectrain"),
@@ -21,7 +22,7 @@ METHODS = [
 ]
 WAYS = {
     "elastic": (st.averaging.Elastic(0.3), lambda: (ElasticOracle, 0.3)),
-    "sparse": (st.averaging.Sparse(0.25, 2, 0.6), lambda: (SparseOracle, 0.25, 2, 0.6)),
+    "sparse": (Sparse(0.25, 2, 0.6), lambda: (SparseOracle, 0.25, 2, 0.6)),
 }
 RUNS = ((6, 12, 5), (4, 12, None))
 
@@ -143,23 +144,23 @@ def test_bad_values():
         ({"delay": 1.0}, "delay: expected an int"),
     ):
         with pytest.raises((TypeError, ValueError), match=match):
-            st.averaging.Sparse(**more)
-    assert hash(st.averaging.Sparse(0.1)) == hash(st.averaging.Sparse(0.1))
+            Sparse(**more)
+    assert hash(Sparse(0.1)) == hash(Sparse(0.1))
 
 
 def test_state_that_does_not_fit():
     def made(averaging):
         return averaging.begin(torch.zeros(5), lambda sent: lambda: [sent, sent], 0)
 
-    late = made(st.averaging.Sparse(0.5, 2))
+    late = made(Sparse(0.5, 2))
     for n in range(3):
         late.made(torch.full((5,), 1.0 * n))
         late.after(torch.full((5,), 1.0 * n))
     tensors, updates = late.state()
     assert updates == 3
-    made(st.averaging.Sparse(0.5, 2)).load_state(tensors, updates)
+    made(Sparse(0.5, 2)).load_state(tensors, updates)
     for averaging, given, match in (
-        (st.averaging.Sparse(0.5, 4), tensors, "expected 'part"),
+        (Sparse(0.5, 4), tensors, "expected 'part"),
         (st.averaging.Elastic(0.5), tensors, "expected 'centre', torch.float32 of shape .* none"),
         (st.averaging.Elastic(0.5), {"centre": torch.zeros(4)}, r"got torch.float32 of shape \(4,"),
         (st.averaging.Elastic(0.5), {"centre": torch.zeros(5) * 1j}, "got torch.complex64"),

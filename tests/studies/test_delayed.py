@@ -18,6 +18,7 @@ from spectrain_ext.method import find_method
 from studies.delayed import Delayed, Replicated
 from studies.models.mlp import residual_mlp
 from studies.models.text import gpt
+from studies.sparse import Sparse
 from studies.workload import mean_loss
 
 float64 = pytest.fixture(autouse=True)(in_float64)
@@ -156,7 +157,7 @@ def test_a_uniform_delay_by_its_definition(
 
 @pytest.mark.parametrize(
     "averaging",
-    [st.averaging.Elastic(0.4), st.averaging.Sparse(0.3, 2, 0.6)],
+    [st.averaging.Elastic(0.4), Sparse(0.3, 2, 0.6)],
     ids=["elastic", "sparse"],
 )
 @pytest.mark.parametrize("method", ["sync", "spectrain", "pipedream", "auto"])
