@@ -5,7 +5,6 @@ from __future__ import annotations
 import reprlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -164,8 +163,9 @@ class OptimizerState(Item):
 
     def put(self, state: Any) -> None:
         params = self._params()
+        # Not what lists in it hold: a matrix of sums over gradients may have the parameter's shape.
         entries: dict[Any, Any] = {
-            index: _mapped(partial(laid_out_as, p), entry)
+            index: {key: laid_out_as(p, value) for key, value in entry.items()}
             for index, (p, entry) in enumerate(zip(params, state["state"], strict=True))
             if entry
         }

@@ -374,6 +374,7 @@ class Forged:
 
     def case(self, rng: random.Random) -> None:
         cases.write_body(self.where, changed_json(rng, self.body))
+        self.before[2] = torch.get_rng_state()  # each test begins with others
         try:
             load(self.where, self.pipe, sampler=self.sampler)
             self.renew()
