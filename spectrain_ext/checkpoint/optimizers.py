@@ -194,8 +194,9 @@ class OptimizerState(Item):
             return
         held = getattr(self._optimizer, "state", {})
         for index, (p, keeps_dtypes) in enumerate(zip(self._params(), as_saved, strict=True)):
-            entry: Json = held.get(p, {})
-            saved: Json = given.get("state", {}).get(index, {})
+            # Of what is sharded over replicas, torch's ZeRO has None.
+            entry: Json = held.get(p) or {}
+            saved: Json = given.get("state", {}).get(index) or {}
             for key in entry.keys() & saved.keys():
                 entry[key] = _as_given(entry[key], saved[key], keeps_dtypes)
 

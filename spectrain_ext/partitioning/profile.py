@@ -249,27 +249,40 @@ def measure_on_rank_0(measure: Callable[[], Profile], blocks: Sequence[nn.Module
     """Measure, in a process group on rank 0 for all ranks, so that all cut alike."""
     if not dist.is_available() or not dist.is_initialized():
         return measure()
-    profile: Profile | None = None
     failure: Exception | None = None
+    profile = profile_by_parameters(blocks)
     if dist.get_rank() == 0:
         try:
             profile = measure()
         except Exception as error:  # raised after the others are notified
             failure = error
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (len(blocks), profile))
-    profile = gathered[0][1]
+    kinds = [each.partition(":")[0] for each in str(dist.get_backend_config()).split(",")]
+    device = "cpu" if "cpu" in kinds else kinds[0]
+    counts = torch.tensor([len(blocks), -len(blocks), int(failure is not None)], device=device)
+    dist.all_reduce(counts, dist.ReduceOp.MAX)
+    most, least, failed = counts.tolist()
     if failure is not None:
         raise failure
-    if profile is None:
+    if failed:
         raise RuntimeError("model: rank 0, whose cut is everybody's, could not measure it")
-    counts = [count for count, _ in gathered]
-    if min(counts) != max(counts):
+    if most != -least:
         raise ValueError(
-            f"model: it has {len(blocks)} blocks here, and on other ranks {min(counts)} to "
-            f"{max(counts)}; every rank must cut the same model"
+            f"model: it has {len(blocks)} blocks here, and on other ranks {-least} to {most}; "
+            "every rank must cut the same model"
         )
-    return profile
+    rows = [
+        (b.seconds, b.output_bytes, b.parameter_bytes, b.saved_bytes, b.parts[0])
+        for b in profile.blocks
+    ]
+    numbers = torch.tensor(rows, dtype=torch.float64, device=device)
+    dist.broadcast(numbers, 0)
+    pairs = zip(numbers.tolist(), profile.blocks, strict=True)
+    return Profile(
+        tuple(
+            BlockProfile(seconds, int(output), int(parameters), int(saved), block.name, forward)
+            for (seconds, output, parameters, saved, forward), block in pairs
+        )
+    )
 
 
 def _entered(value: Value, index: int) -> Value:

@@ -21,25 +21,23 @@ PACKAGE = ROOT / "spectrain_ext"
 TESTS = ROOT / "tests"
 
 #: Files of rooms that documents, or an entry point, name as modules of their own.
-DOCUMENTED = {
-    f"spectrain_ext.{name}" for name in ("cli.__main__", "operators.laws", "timelines.merging")
-}
+DOCUMENTED = {f"spectrain_ext.{name}" for name in ("cli.__main__", "operators.laws")}
 
 #: Whoever gets below a ceiling lowers it. Raising one takes a sentence in CHANGELOG.md.
 CEILINGS = {
-    "package, lines": 33184,
-    "package, files": 143,
-    "core, lines": 14131,
-    "core, files": 62,
+    "package, lines": 29583,
+    "package, files": 138,
+    "core, lines": 11962,
+    "core, files": 56,
     "csrc, lines": 5171,
-    "bench, lines": 7288,
-    "studies, lines": 4995,
-    "tests, lines": 36574,
+    "bench, lines": 7397,
+    "studies, lines": 5153,
+    "tests, lines": 35416,
     "tests that import inner modules": 14,
-    "manual, words": 25922,
+    "manual, words": 25617,
     "arguments of Pipeline": 15,
-    "arguments of DistributedPipeline": 19,
-    "names in spectrain_ext": 43,
+    "arguments of DistributedPipeline": 18,
+    "names in spectrain_ext": 42,
 }
 
 
