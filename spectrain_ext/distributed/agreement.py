@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from spectrain_ext.method import Method, factor_of, phases_of, rules_at
-from spectrain_ext.pipeline.arguments import check_order, max_norms_of
+from spectrain_ext.pipeline.arguments import check_order
 from spectrain_ext.pipeline.evaluation import digest_of
 from spectrain_ext.pipeline.names import bare, full_names
+from spectrain_ext.pipeline.phases import max_norms_of
 from spectrain_ext.pipeline.ties import (
     Copy,
     Member,

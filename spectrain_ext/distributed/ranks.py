@@ -14,11 +14,11 @@ from torch import Tensor
 
 from spectrain_ext.method import Method, check_replicas, phases_of
 from spectrain_ext.passes import ShareLoss
-from spectrain_ext.pipeline.arguments import check_hidden, check_trains, cut_place, hidden_use
+from spectrain_ext.pipeline.arguments import check_trains, cut_place
 from spectrain_ext.pipeline.edges import Traffic
 from spectrain_ext.pipeline.losses import Result, mean_of
 from spectrain_ext.pipeline.passes import Handler, Pass
-from spectrain_ext.pipeline.phases import widest
+from spectrain_ext.pipeline.phases import check_hidden, hidden_use, widest
 from spectrain_ext.pipeline.processes import Depth, Ends, Processes
 from spectrain_ext.pipeline.run import Run
 from spectrain_ext.pipeline.stage import Stage

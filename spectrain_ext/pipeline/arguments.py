@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from inspect import signature
 from itertools import chain
 from types import MethodType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from spectrain_ext import _C
-from spectrain_ext.errors import placed
 from spectrain_ext.method import Method, microbatches_of
-from spectrain_ext.optim import PredictingOptimizer
-from spectrain_ext.schedule import Place, Replicas, flushes
+from spectrain_ext.schedule import Replicas
 
 if TYPE_CHECKING:
-    from torch.optim.lr_scheduler import LRScheduler
-
-    from spectrain_ext.weights import StageWeights
+    pass
 
 
 def checked_stages(stages: Iterable[nn.Module]) -> list[nn.Module]:
@@ -226,47 +222,6 @@ def checked_microbatches(microbatches: object, method: Method, replicas: Replica
     return microbatches
 
 
-def clips_globally(method: Method, clip_norm: float | None, clip_scope: str) -> bool:
-    """Whether a phase clips by the gradient norm of all stages together."""
-    if clip_scope not in ("auto", "stage", "global"):
-        raise ValueError(f"clip_scope: expected 'auto', 'stage' or 'global', got {clip_scope!r}")
-    if clip_scope == "auto":
-        return clip_norm is not None and flushes(method.schedule)
-    if clip_scope == "global" and not flushes(method.schedule):
-        raise ValueError(
-            f"clip_scope: under method {method.name!r} the stages of an asynchronous pipeline "
-            "update at different times, each with another minibatch's gradient: there is no norm "
-            "over all stages; expected 'stage', or 'auto'"
-        )
-    if clip_scope == "global" and clip_norm is None:
-        raise ValueError("clip_scope: 'global' needs a clip_norm")
-    return clip_scope == "global"
-
-
-def max_norms_of(
-    method: Method, places: Sequence[Place], clip_norm: float | None
-) -> list[float | None]:
-    if clip_norm is not None:
-        return [_positive("clip_norm", clip_norm)] * len(places)
-    if method.clip is None:
-        return [None] * len(places)
-    return [
-        _positive(
-            f"method: clip of {method.name!r} for stage {place.stage} of {place.stages}",
-            method.clip(place),
-        )
-        for place in places
-    ]
-
-
-def _positive(where: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{where}: expected a number, got {type(value).__name__}")
-    if not value > 0:
-        raise ValueError(f"{where}: expected a number > 0, got {value}")
-    return float(value)
-
-
 def check_master_dtype(master_dtype: object, modules: Sequence[nn.Module]) -> None:
     """Refuse dtypes that the kernels do not support, and warn of 16-bit weights without masters."""
     if master_dtype not in (None, torch.float32):
@@ -349,8 +304,8 @@ def _check_function(argument: str, function: object, values: str) -> None:
         takes.bind(*values.split(", "))
     except TypeError:
         raise TypeError(
-            f"{argument}: it is called with ({values}), and {name} takes ({_needed(called)})"
-            f"{remedy}"
+            f"{argument}: it is called with ({values}), and {name} takes "
+            f"({needed_arguments(called)}){remedy}"
         ) from None
 
 
@@ -385,95 +340,10 @@ def check_trains(trains: Iterable[bool]) -> None:
         )
 
 
-def make_optimizer(
-    factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-    module: nn.Module,
-    k: int,
-    copies: Set[Tensor] = frozenset(),
-) -> torch.optim.Optimizer | None:
-    """Return the optimizer of stage k, None if it has nothing to train but copies."""
-    params = [p for p in module.parameters() if p.requires_grad and p not in copies]
-    if not params:
-        return None
-    with placed(f"in optimizer, for stages[{k}]"):
-        made: object = factory(params)
-    if not isinstance(made, torch.optim.Optimizer):
-        kind = f"{type(made).__module__}.{type(made).__qualname__}"
-        raise TypeError(
-            f"optimizer: for stages[{k}] it made a {kind}, expected a torch.optim.Optimizer: "
-            "optimizer=lambda params: spectrain_ext.optim.SGD(params, lr=..., momentum=...)"
-        )
-    _check_step("optimizer", made, k)
-    in_groups = [p for group in made.param_groups for p in group["params"]]
-    if len(in_groups) != len(params) or set(in_groups) != set(params):
-        raise ValueError(
-            f"optimizer: for stages[{k}] it holds {len(in_groups)} parameters, expected exactly "
-            f"the stage's {len(params)} trainable ones: make it of the list that the function "
-            "gets; freeze others with requires_grad_(False)"
-        )
-    return made
-
-
-def hidden_use(weights: Iterable[StageWeights | None]) -> tuple[int, int, str]:
-    """Count the trainable matrices in ``hidden``, and those trained; describe one that is not."""
-    hidden: set[Tensor] = set()
-    trained: set[Tensor] = set()
-    for optimizer in (each.optimizer for each in weights if each is not None):
-        if isinstance(optimizer, PredictingOptimizer):
-            hidden.update(getattr(optimizer, "hidden", None) or ())
-        trained.update(p for group in optimizer.param_groups for p in group["params"])
-    trainable = {p for p in hidden if p.requires_grad or not isinstance(p, nn.Parameter)}
-    left = [f"shape {tuple(p.shape)} on {p.device}" for p in trainable - trained]
-    return len(trainable), len(trainable) - len(left), min(left, default="")
-
-
-def check_hidden(use: Sequence[Sequence[Any]], firsts: Iterable[int] = (0,)) -> None:
-    """Refuse matrices in ``hidden`` that no stage has; ``firsts`` have the first replicas."""
-    # A process may know the matrices of all stages, or only its own.
-    trained = sum(use[r][1] for r in set(firsts))
-    for trainable, used, left in use:
-        if used < trainable and trained != trainable:
-            raise ValueError(
-                f"optimizer: stages train {trained} of the {trainable} matrices in hidden, and no "
-                f"stage has the others, one of them of {left}; AdamW would train what they stand "
-                "for. materialize makes new parameters: call hidden_matrices(model) after it"
-            )
-
-
-def make_scheduler(
-    factory: Callable[[Any], LRScheduler] | None, optimizer: Any, k: int
-) -> LRScheduler | None:
-    """Return the scheduler of stage k, None if there is no factory."""
-    if factory is None:
-        return None
-    with placed(f"in scheduler, for stages[{k}]"):
-        made = factory(optimizer)
-    if isinstance(made, torch.optim.Optimizer) or not callable(getattr(made, "step", None)):
-        raise TypeError(
-            f"scheduler: for stages[{k}] it made a {type(made).__name__}, expected a learning-rate "
-            "scheduler: scheduler=lambda optimizer: StepLR(optimizer, ...)"
-        )
-    if getattr(made, "optimizer", optimizer) is not optimizer:
-        raise ValueError(
-            f"scheduler: for stages[{k}] it made a {type(made).__name__} of another optimizer; "
-            "make it of the one that the function gets"
-        )
-    _check_step("scheduler", made, k)
-    return made
-
-
-def _check_step(argument: str, made: Any, k: int) -> None:
-    if needed := _needed(made.step):
-        raise ValueError(
-            f"{argument}: for stages[{k}] it made a {type(made).__name__}, whose step() needs "
-            f"{needed}; the pipeline steps it without arguments, once per minibatch"
-        )
-
-
-def _needed(step: Callable[..., object]) -> str:
+def needed_arguments(function: Callable[..., object]) -> str:
     """Return the names of the arguments that a call cannot omit."""
     return ", ".join(
         p.name
-        for p in signature(step).parameters.values()
+        for p in signature(function).parameters.values()
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     )

@@ -11,10 +11,10 @@ from torch import Tensor
 from spectrain_ext.method import Method
 from spectrain_ext.schedule import Generator, Instruction, Kind, Place, Replicas
 
-from .arguments import check_hidden, hidden_use
 from .edges import Traffic
 from .losses import Result
 from .passes import Handler
+from .phases import check_hidden, hidden_use
 from .stage import Stage
 from .ties import Copy, TiedStages, ties_of
 from .updates import GlobalNorm
