@@ -178,12 +178,13 @@ $(VENV)/.sources: $(VENV)/.made FORCE
 		"ARCH=$(TORCH_CUDA_ARCH_LIST)" "CUDA_HOME=$(CUDA_HOME)" > $@.new
 	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
 
-# build/lib would put deleted files into the wheel. The objects stay, so that only what changed is compiled.
+# build/lib would put deleted files into the wheel. The objects stay, so that only what changed is compiled. python -P imports
+# what was installed, not this folder.
 $(VENV)/.package: $(VENV)/.torch $(VENV)/.build-tools $(VENV)/.sources $(PACKAGE_SOURCES) README.md LICENSE
 	@rm -rf build/lib build/lib.*
 	@echo 'compiling and installing spectrain_ext: two minutes on two cores with a CUDA compiler, one without'
 	PATH="$(abspath $(BIN)):$$PATH" $(INSTALL) --quiet --no-build-isolation .
-	@$(BIN)/python -c 'from spectrain_ext import _C; print(_C.build_info())'
+	@$(BIN)/python -P -c 'from spectrain_ext import _C; print(_C.build_info())'
 	@touch $@
 
 # Everything that `make test` needs, by one call of pip instead of five.
