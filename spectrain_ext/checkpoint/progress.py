@@ -112,7 +112,7 @@ class Training(Item):
 
     def match(self, body: Json) -> Any:
         """Return the progress; a module's checkpoint has only ``save``'s argument."""
-        return body["training"] or {"phase": 0, "undone": 0, "minibatches": body["minibatches"]}
+        return body["training"] or {"undone": 0, "minibatches": body["minibatches"]}
 
     def put(self, state: Any) -> None:
         self._pipe.minibatches = state["minibatches"]

@@ -8,7 +8,7 @@ from functools import partial
 from inspect import signature
 from itertools import chain
 from types import MethodType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -17,9 +17,6 @@ from torch.nn.parameter import is_lazy
 from spectrain_ext import _C
 from spectrain_ext.method import Method, microbatches_of
 from spectrain_ext.schedule import Replicas
-
-if TYPE_CHECKING:
-    pass
 
 
 def checked_stages(stages: Iterable[nn.Module]) -> list[nn.Module]:

@@ -25,14 +25,14 @@ DOCUMENTED = {f"spectrain_ext.{name}" for name in ("cli.__main__", "operators.la
 
 #: Whoever gets below a ceiling lowers it. Raising one takes a sentence in CHANGELOG.md.
 CEILINGS = {
-    "package, lines": 29588,
+    "package, lines": 29585,
     "package, files": 138,
-    "core, lines": 11966,
+    "core, lines": 11963,
     "core, files": 56,
     "csrc, lines": 5171,
     "bench, lines": 7397,
     "studies, lines": 5153,
-    "tests, lines": 35416,
+    "tests, lines": 35414,
     "tests that import inner modules": 14,
     "manual, words": 25617,
     "arguments of Pipeline": 15,
