@@ -222,6 +222,7 @@ class Board:
         self.check()
         self._share(mine)
         self._wait_for_all()
+        self.check()  # for one that comes after the others have shared theirs and given up
         shared = self._shared[0]
         return [beat.last[shared - beat.shared - 1] for beat in self.beats]
 
@@ -399,13 +400,16 @@ class Board:
     def _poll(self) -> None:
         *texts, failed = self._store.multi_get([*self._keys, FAILED])
         now, before = monotonic(), self.beats
-        self.beats = [
+        beats = [
             beat if text == beat.text else Heartbeat(text, now, *json.loads(text))
             for text, beat in zip(texts, before, strict=True)
         ]
-        # after a failure, waits also end because a rank is silent
-        if self.cause or [each.shared for each in self.beats] != [each.shared for each in before]:
-            with self.changed:
+        with self.changed:  # a rank that comes late learns of both at once
+            self.beats = beats
+            if failed and self.cause is None:
+                self._accept_cause(Cause(*json.loads(failed)))
+            # after a failure, waits also end because a rank is silent
+            if self.cause or [each.shared for each in beats] != [each.shared for each in before]:
                 self.changed.notify_all()
         if not failed and (mine := self._found or self._overdue()) is not None:
             mine = mine._replace(report=uuid4().hex)

@@ -25,7 +25,7 @@ DOCUMENTED = {f"spectrain_ext.{name}" for name in ("cli.__main__", "operators.la
 
 #: Whoever gets below a ceiling lowers it. Raising one takes a sentence in CHANGELOG.md.
 CEILINGS = {
-    "package, lines": 29585,
+    "package, lines": 29589,
     "package, files": 138,
     "core, lines": 11963,
     "core, files": 56,
