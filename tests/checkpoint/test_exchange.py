@@ -282,3 +282,21 @@ def test_packed_weights_that_are_saved(
     with nullcontext() if takes_back else pytest.warns(UserWarning, match="keep their present"):
         load(tmp_path / "c", other)
     assert train(other, batches(2, seed=1)) == expected
+
+
+@pytest.mark.parametrize("kind", [Quantized, Restored])
+def test_packed_weights_are_of_the_base(tmp_path: Path, kind: type[Quantized]) -> None:
+    """Whether or not their module loads them."""
+    kept = quantized(3, kind)
+    train(kept, batches(2))
+    save(tmp_path / "c", kept, trainable_only="verified")
+    assert not [key for key in body_of(tmp_path / "c")["tensors"] if key.endswith(("scale", "0.w"))]
+    expected = train(kept, batches(2, seed=1))
+    other = quantized(2, kind, seed=9)
+    load(tmp_path / "c", other)
+    assert train(other, batches(2, seed=1)) == expected
+    dense = nn.Sequential(*(nn.Linear(4, 4) for _ in range(9)))
+    with pytest.raises(
+        CheckpointError, match=r"base: '0\.weight' is int8, which does not fit into"
+    ):
+        load(tmp_path / "c", dense, only_model=True)
