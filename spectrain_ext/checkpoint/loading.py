@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from spectrain_ext.errors import CheckpointError
 from spectrain_ext.files import present
+from spectrain_ext.partitioning.materializing import unexpected
 from spectrain_ext.pipeline.pipeline import Pipeline
 
 from . import storage
@@ -113,6 +114,7 @@ def load(
             states = [(item, item.match(view)) for item, view in zip(weights, views, strict=True)]
             unknown = weights_of(body).keys() | (base_of(body) or {}).keys()
             unknown -= {name for each in loads for name in each["names"]}
+            unknown = {*unexpected(unknown, [part.module for part in parts])}
             if unknown:
                 raise ValueError(
                     f"has {min(unknown)!r}, which the model has not ({len(unknown)} such tensors)"
