@@ -181,7 +181,7 @@ def test_arguments(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="trainable_only: the module has no trainable parameter"):
         save(tmp_path / "c", adapted().requires_grad_(False), trainable_only=True)
     assert not list(tmp_path.iterdir())
-    # one of another kind of base: a full checkpoint loads into what trains less, as always
+    # a full checkpoint loads into a model that trains less, as before
     save(tmp_path / "c", adapters(2))
     target = adapted(3)
     load(tmp_path / "c", target)
