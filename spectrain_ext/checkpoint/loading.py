@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from spectrain_ext.errors import CheckpointError
 from spectrain_ext.files import present
+from spectrain_ext.partitioning.materializing import unexpected
 from spectrain_ext.pipeline.pipeline import Pipeline
 
 from . import storage
 from .documents import NAME, Json, decode, digest, read, tensors_in
-from .parts import Item, Part, Stateful, Weights, parts_of, weights_of
+from .parts import Item, Part, Stateful, Weights, base_of, check_trains, parts_of, weights_of
 from .progress import Generators, SamplerState, Training
 from .saving import items_of, together
 
@@ -61,6 +62,10 @@ def load(
     names in the uncut model. torch's optimizers and those of ``spectrain_ext.optim`` can load each
     other's state. A float64 weight loads into a float32 one; a complex or an integer one does not.
     Loading executes nothing from the checkpoint: it uses safetensors and JSON, never pickle.
+
+    A checkpoint of ``save(..., trainable_only=True)`` leaves the target's frozen weights as they
+    are. The target must train the same parameters (with ``only_model`` any), and its frozen ones
+    must have the names, shapes and kinds of numbers, or the saved values, of those in training.
 
     Args:
         path: the checkpoint's directory.
@@ -107,11 +112,15 @@ def load(
             views = [body if only_model else _document_for(body, part) for part in parts]
             weights: list[Item] = [Weights(part) for part in parts]
             states = [(item, item.match(view)) for item, view in zip(weights, views, strict=True)]
-            unknown = weights_of(body).keys() - {name for each in loads for name in each["names"]}
+            unknown = weights_of(body).keys() | (base_of(body) or {}).keys()
+            unknown -= {name for each in loads for name in each["names"]}
+            unknown = {*unexpected(unknown, [part.module for part in parts])}
             if unknown:
                 raise ValueError(
                     f"has {min(unknown)!r}, which the model has not ({len(unknown)} such tensors)"
                 )
+            for part in () if only_model else parts:
+                check_trains(part, body)
             items: list[tuple[Item, Json]] = []
             if sampler is not None:
                 items.append((SamplerState(sampler, peers.rank), body))

@@ -18,7 +18,7 @@ from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.pipeline.segments import Segment, segments
 
 from .loading import Loaded, load
-from .parts import Stateful
+from .parts import Stateful, TrainableOnly, check_trainable_only
 from .sampler import ShuffledSampler
 from .saving import save, together
 from .storage import drop, more_than_checkpoint, recover
@@ -44,6 +44,7 @@ class CheckpointManager:
         every_seconds: save at the first minibatch after this many seconds.
         keep: number of checkpoints to keep. Older ones are removed once a newer one is complete,
             except those to which somebody has added files.
+        trainable_only: as for ``st.checkpoint.save``.
 
     Attributes:
         minibatches: number of minibatches trained on in all runs.
@@ -78,7 +79,9 @@ class CheckpointManager:
         every_minibatches: int | None = None,
         every_seconds: float | None = None,
         keep: int = 3,
+        trainable_only: TrainableOnly = False,
     ) -> None:
+        check_trainable_only(trainable_only, pipe)
         for name, value, least in (
             ("every_minibatches", every_minibatches, 1),
             ("every_seconds", every_seconds, 0),
@@ -94,6 +97,7 @@ class CheckpointManager:
         self._every = every_minibatches
         self._seconds = every_seconds
         self._keep = keep
+        self._trainable_only: TrainableOnly = trainable_only
         self._failed = False
         # A loader with workers reads the sampler ahead of training, so its position is this offset
         # plus the minibatches trained on.
@@ -250,6 +254,7 @@ class CheckpointManager:
             sampler=sampler,
             extra=extra,
             overwrite=True,
+            trainable_only=self._trainable_only,
         )
         doing = "removing older checkpoints"
         with together(self.pipe, doing) as peers, peers.attempt(doing, str(self.directory)):

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,12 @@ from spectrain_ext.pipeline.ties import Copy, names_of
 from spectrain_ext.rng import StageRandom
 
 from .documents import Json, Keep, dtype_of, encode
-from .storage import WEIGHTS
+from .storage import WEIGHTS, described
 
 _MASTERS = "master."
+
+#: Whether to save only what training changes, and with a digest of the other tensors' values.
+TrainableOnly = bool | Literal["verified"]
 
 
 class Stateful(Protocol):
@@ -97,6 +100,7 @@ class Part:
     averaged: AverageWeights | None = None  # averages its weights over replicas
     # names of tensors that an earlier stage saves, with their names there
     tied: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    trainable_only: TrainableOnly = False
 
     def tensors(self, saved: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield parameters and persistent buffers under the model's names."""
@@ -186,6 +190,14 @@ def parts_of(
     return parts
 
 
+def check_trainable_only(value: object, target: nn.Module) -> None:
+    if value not in (False, True, "verified"):
+        raise ValueError(f"trainable_only: expected True, False or 'verified', got {value!r}")
+    trains = isinstance(target, Pipeline) or any(p.requires_grad for p in target.parameters())
+    if value and not trains:  # a pipeline's process may have frozen stages only
+        raise ValueError("trainable_only: the module has no trainable parameter")
+
+
 def _names(module: nn.Module, prefix: str) -> dict[str, str]:
     keys = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     keys += module.state_dict(keep_vars=True).keys()
@@ -203,7 +215,13 @@ class Weights(Item):
         self._part = part
 
     def saved(self, keep: Keep) -> Json:
-        names, tied, left = self._part.parameter_names(), self._part.tied, self._not_taken_back()
+        part = self._part
+        names, tied, left = part.parameter_names(), part.tied, self._not_taken_back()
+        base = {}
+        if part.trainable_only:
+            frozen, by_value = self._frozen() | {*left}, part.trainable_only == "verified"
+            base = {n: described(t, by_value) for n, t in part.tensors(saved=True) if n in frozen}
+            left = []
         if left:
             warnings.warn(
                 f"{self.what}: {listed(left)} are not saved: they are frozen, and their modules "
@@ -212,12 +230,12 @@ class Weights(Item):
             )
         weights = {
             name: keep(WEIGHTS + name, tensor)
-            for name, tensor in self._part.tensors(saved=True)
+            for name, tensor in part.tensors(saved=True)
             # an earlier stage saves a tied one under this name
-            if name not in left and name not in tied.get(name, ())
+            if name not in base and name not in left and name not in tied.get(name, ())
         }
         masters = {}
-        for p, master in self._part.masters.items():  # follows p where that has changed since a run
+        for p, master in part.masters.items():  # follows p where that has changed since a run
             now = p.detach()
             same = master.to(now.dtype) == now
             followed = torch.where(same, master, now.to(master.dtype))
@@ -227,7 +245,7 @@ class Weights(Item):
             "parameters": list(names.values()),
             "weights": weights,
             "masters": masters,
-        }
+        } | ({"base": base} if part.trainable_only else {})
 
     def match(self, body: Json) -> list[Any]:
         """Check shapes and kinds of numbers, and choose between saved weights and masters."""
@@ -236,9 +254,10 @@ class Weights(Item):
         weights = weights_of({"stages": stages})
         masters = {name: key for stage in body["stages"] for name, key in stage["masters"].items()}
         left = {name for stage in body["stages"] for name in stage["left_out"]}
-        left |= {*self._not_taken_back()}
-        self._keeps = [name for name, _ in part.tensors() if name in left]
-        if self._keeps:
+        self._base = base_of({"stages": stages})
+        kept = left | {*self._not_taken_back()} if self._base is None else self._base.keys()
+        self._keeps = [name for name, _ in part.tensors() if name in kept]
+        if self._keeps and self._base is None:
             warnings.warn(
                 f"{self.what}: {listed(self._keeps)} keep their present values: they are frozen, "
                 "and their modules refuse to load them",
@@ -265,7 +284,9 @@ class Weights(Item):
         for (name, tensor), key in zip(
             part.tensors(), part.module.state_dict(keep_vars=True), strict=True
         ):
-            if name in left:
+            if self._base is not None and name in self._base:
+                _check_base(name, self._base[name], tensor)
+            if name in kept:
                 continue
             if name not in weights:
                 raise ValueError(f"has no {name!r}, which {self.what} has")
@@ -282,9 +303,29 @@ class Weights(Item):
 
     def put(self, state: Any) -> None:
         weights, masters = state
-        self._part.module.load_state_dict(dict(weights), strict=not self._keeps)
+        if self._base is None:
+            self._part.module.load_state_dict(dict(weights), strict=not self._keeps)
+        else:  # some modules of a quantized base cannot load a part of their state
+            held = self._part.module.state_dict(keep_vars=True)
+            with torch.no_grad():
+                for key, value in weights:
+                    held[key].copy_(value)
         for master, value in zip(self._part.masters.values(), masters, strict=True):
             master.copy_(value)
+
+    def _frozen(self) -> set[str]:
+        """Return the names of frozen parameters and of constant buffers."""
+        keys: list[str] = []
+        for path, module in self._part.module.named_modules(remove_duplicate=False):
+            given: dict[str, Any] = {}
+            module._save_to_state_dict(given, "", keep_vars=True)
+            # Training changes no packed weights, masks and indices, nor the scales beside them.
+            is_constant = any(map(_is_packed, given.values()))
+            for name in given:
+                p = module._parameters.get(name)
+                if is_constant if p is None else not p.requires_grad:
+                    keys.append(f"{path}.{name}" if path else name)
+        return {self._part.names[key] for key in keys if key in self._part.names}
 
     def _not_taken_back(self) -> list[str]:
         """Return frozen tensors that a part of the module gives but refuses to load.
@@ -316,7 +357,9 @@ class Weights(Item):
 
     def undo(self) -> Callable[[], None]:
         """Return a function that restores CPU copies directly, without the module's hooks."""
-        held = [*(tensor for _, tensor in self._part.tensors()), *self._part.masters.values()]
+        kept = {*self._keeps}
+        held = [tensor for name, tensor in self._part.tensors() if name not in kept]
+        held += self._part.masters.values()
         before = [tensor.detach().to("cpu", copy=True) for tensor in held]
 
         def put_back() -> None:
@@ -338,9 +381,49 @@ def _check_fits(name: str, entry: Json, tensor: Tensor) -> None:
         )
 
 
+def _check_base(name: str, entry: Json, tensor: Tensor) -> None:
+    """Raise ValueError if a frozen tensor is not the one that a checkpoint was saved with."""
+    try:
+        _check_fits(name, entry, tensor)
+    except ValueError as error:
+        raise ValueError(f"was saved with another base: {error}") from None
+    if "sha256" in entry and described(tensor, by_value=True) != entry:
+        raise ValueError(f"was saved with another base: {name!r} has other values here")
+
+
+def check_trains(part: Part, body: Json) -> None:
+    """Raise ValueError if a checkpoint of trainable weights only has those of other parameters."""
+    base = base_of(body)
+    if base is None:
+        return
+    named = [(part.names[key], p) for key, p in part.module.named_parameters()]
+    for was, now, names in (
+        ("frozen", "trained", [name for name, p in named if p.requires_grad and name in base]),
+        ("trained", "frozen", [n for n, p in named if not p.requires_grad and n not in base]),
+    ):
+        if names:
+            raise ValueError(
+                f"was saved while {listed(names)} were {was}, and they are {now} here; "
+                "only_model=True loads the saved weights without the optimizers"
+            )
+
+
+def base_of(body: Json) -> Json | None:
+    """Return the entries of frozen tensors; None if the checkpoint holds their values."""
+    bases = [stage["base"] for stage in body["stages"] if "base" in stage]
+    return {name: entry for base in bases for name, entry in base.items()} if bases else None
+
+
 def weights_of(body: Json) -> Json:
     """Return the references of all weights in a document, by the model's names."""
     return {name: found for stage in body["stages"] for name, found in stage["weights"].items()}
+
+
+def _is_packed(value: object) -> bool:
+    """Return whether a value is an array of integers, of booleans or of 8-bit numbers."""
+    if not isinstance(value, Tensor) or value.dim() < 2:
+        return False
+    return value.itemsize == 1 or not (value.is_floating_point() or value.is_complex())
 
 
 def _form(tensor: Tensor | None) -> object:

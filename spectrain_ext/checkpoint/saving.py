@@ -18,7 +18,7 @@ from spectrain_ext.pipeline.pipeline import Pipeline
 from . import storage
 from .documents import Json, Keep, encode
 from .optimizers import OptimizerState
-from .parts import Item, Part, Stateful, Weights, parts_of
+from .parts import Item, Part, Stateful, TrainableOnly, Weights, check_trainable_only, parts_of
 from .progress import (
     AveragingState,
     Generators,
@@ -41,6 +41,7 @@ def save(
     extra: object = None,
     overwrite: bool = False,
     only_model: bool = False,
+    trainable_only: TrainableOnly = False,
 ) -> None:
     """Write a checkpoint atomically: ``path`` exists only once it is complete.
 
@@ -59,13 +60,19 @@ def save(
         only_model: save only parameters and module buffers, without optimizers, schedulers and
             float32 masters. ``load(only_model=True)`` and any reader of ``model.safetensors`` or
             its index can read them.
+        trainable_only: save no frozen parameters, but their names, dtypes and shapes, which
+            ``load`` compares with those of its target. ``"verified"``: the SHA-256 of their values
+            too, for which every save and load reads them all. Module buffers are saved, as training
+            changes running statistics, except in modules with arrays of integers, booleans or 8-bit
+            numbers: packed weights, masks and indices are constants.
 
     Raises:
         FileExistsError: the path exists; with ``overwrite``, it is a file, a link or a directory
             that is not a checkpoint or holds other files, too.
         RuntimeError: a run of the pipeline has not ended.
         TypeError: state that is neither a tensor nor a JSON value; the message says where.
-        ValueError: an optimizer or scheduler is given together with a pipeline.
+        ValueError: an optimizer or scheduler is given together with a pipeline; or another
+            ``trainable_only``, or one for a module without trainable parameters.
         CheckpointError: writing failed; the message names the process and the reason. A previous
             checkpoint at ``path`` is unchanged.
         RankError: in a ``DistributedPipeline``, another rank failed or exceeded ``timeout``.
@@ -77,6 +84,7 @@ def save(
         ['checkpoint.json', 'model.safetensors', 'state.safetensors']
     """
     path = Path(path).absolute()
+    check_trainable_only(trainable_only, target)
     tensors: dict[str, Tensor] = {}
     writing = f"writing {path.name}", str(path)
     with together(target, f"saving {path.name}") as peers:
@@ -88,6 +96,7 @@ def save(
                 parts = parts_of(target, optimizer, scheduler)
                 if only_model:
                     parts = [replace(p, optimizer=None, scheduler=None, masters={}) for p in parts]
+                parts = [replace(p, trainable_only=trainable_only) for p in parts]
                 document = _document(parts, peers, sampler, tensors)
                 training = Training(target).state() if isinstance(target, Pipeline) else None
                 document |= {"minibatches": minibatches, "training": training}

@@ -148,9 +148,8 @@ def write_tensors(path: Path, name: str, tensors: Mapping[str, Tensor]) -> tuple
     content: dict[str, Tensor] = {}
     places: set[int] = set()
     for key, tensor in tensors.items():
-        # resolve lazy conjugation and negation, which the bytes do not show
-        plain = tensor.detach().cpu().resolve_conj().resolve_neg()
-        entry: Json = {"dtype": str(plain.dtype).removeprefix("torch."), "shape": list(plain.shape)}
+        plain = _plain(tensor)
+        entry = described(tensor)
         if not plain.is_contiguous():
             strides = plain.stride()
             entry["order"] = sorted(range(plain.dim()), key=strides.__getitem__, reverse=True)
@@ -169,6 +168,22 @@ def write_tensors(path: Path, name: str, tensors: Mapping[str, Tensor]) -> tuple
         size = os.fstat(written.fileno()).st_size
     sync_directory(file.parent)
     return entries, size
+
+
+def described(tensor: Tensor, by_value: bool = False) -> Json:
+    """Return a tensor's dtype and shape for a document, and the SHA-256 of its values."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    entry: Json = {"dtype": dtype, "shape": list(tensor.shape)}
+    if by_value:
+        plain = _plain(tensor)
+        plain = torch.view_as_real(plain) if plain.is_complex() else plain
+        entry["sha256"] = _sha256(plain.contiguous())
+    return entry
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Resolve lazy conjugation and negation, which the bytes do not show."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg()
 
 
 def _sha256(tensor: Tensor) -> str:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,7 +68,8 @@ def materialize(
             the files lack. None: use ``reset_parameters()``, or a Hugging Face model's
             ``_init_weights``; a saved tensor that the files lack is then an error.
         device: where to put the stages.
-        strict: refuse files with tensors that the whole model does not have.
+        strict: refuse files with tensors that the whole model does not have, except those that
+            transformers ignores for a Hugging Face model.
 
     Raises:
         CheckpointError: a file cannot be read; a tensor is missing, unexpected, or of another shape
@@ -154,10 +156,12 @@ class _Filler:
         """Match tensors with the files' entries and check them; reads only values of ties."""
         known = {name for held in self._tensors.values() for name in held.names}
         known = known.union(*(getattr(stage, "cut_names", ()) for stage in self._stages))
-        modules = (module for stage in self._stages for module in stage.modules())
-        pretrained = next(filter(is_pretrained, modules), None)
+        pretrained = _pretrained_in(self._stages)
         sources, left = sources_of(stored, known, pretrained)
+        may_lack = getattr(pretrained, "_keys_to_ignore_on_load_missing", None) or ()
         for held in self._tensors.values():
+            if pretrained is not None and not held.saved:
+                continue  # as transformers, whose old files have some of these
             by_keys = {sources[n].names: sources[n] for n in held.names if n in sources}
             for (key, *more), source in by_keys.items():
                 if not more:
@@ -167,11 +171,13 @@ class _Filler:
                 same = source is first or first.make().to(dtype).equal(source.make().to(dtype))
                 if not same:
                     raise CheckpointError(f"{stored.path}: {differing(first.names[0], key)}")
-            if held.source is None and held.saved and self._init is None:
+            lacks = held.source is None and held.saved and self._init is None
+            if lacks and not any(re.search(way, held.names[0]) for way in may_lack):
                 raise CheckpointError(
                     f"{stored.path}: has no {held.names[0]!r}, expected of shape "
                     f"{list(held.old.shape)}; init= initializes what files lack"
                 )
+        left = unexpected(left, self._stages)
         if strict and left:
             shape, _ = stored.look(left[0])
             raise CheckpointError(
@@ -426,8 +432,25 @@ def sources_of(
         keys = tuple(key for key, _ in parts)
         for name in names:
             sources[name] = Source(keys, partial(combined, names, parts, name))
-    ignored = getattr(pretrained, "_keys_to_ignore_on_load_unexpected", None) or ()
-    return sources, [key for key in left if not any(re.search(way, key) for way in ignored)]
+    return sources, left
+
+
+def unexpected(names: Iterable[str], stages: Sequence[nn.Module]) -> list[str]:
+    """Return the names that the model has not, without those that transformers ignores."""
+    pretrained = _pretrained_in(stages)
+    ignored = list(getattr(pretrained, "_keys_to_ignore_on_load_unexpected", None) or ())
+    if pretrained is not None:
+        here = {name for stage in stages for name, _ in stage.named_buffers()}
+        here.update(*(getattr(stage, "cut_names", ()) for stage in stages))
+        for buffer in ("rotary_emb.inv_freq", "position_ids"):  # once saved, and in other places
+            if any(name.endswith(buffer) for name in here):
+                ignored.append(rf"(^|\.){re.escape(buffer)}$")
+    return [name for name in names if not any(re.search(way, name) for way in ignored)]
+
+
+def _pretrained_in(stages: Iterable[nn.Module]) -> Any:
+    """Return the first Hugging Face model in these, or None."""
+    return next(filter(is_pretrained, chain.from_iterable(s.modules() for s in stages)), None)
 
 
 def _by_numbers(name: str) -> list[tuple[int, str]]:

@@ -662,6 +662,16 @@ class Pipeline(Loops):
                         edge.free_storage()
             self._executor.follow_caller()
 
+    def _fqn_modifiers(self) -> dict[str, str]:
+        # torch's get_state_dict calls this before it looks for modules along the names
+        if any(callable(getattr(stage, "full_name", None)) for stage in self.children()):
+            raise TypeError(
+                "torch.distributed.checkpoint.state_dict: a pipeline's modules have not the names "
+                "of the uncut model, which its state_dict() has; save pipe.state_dict(), or in "
+                "one process give the uncut model and pipe.optimizers"
+            )
+        return {}
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             f"a {type(self).__name__} holds streams and buffers, and cannot be pickled or copied; "

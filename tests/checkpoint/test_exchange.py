@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from helpers.checkpoint_cases import (
     LOSS,
     batches,
@@ -29,6 +30,7 @@ from helpers.checkpoint_cases import (
 from helpers.foreign_optimizers import Lion
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as torchs
 
 import spectrain_ext as st
 from spectrain_ext.checkpoint import CheckpointError, load, save
@@ -47,6 +49,47 @@ def test_safetensors_own_tools_read_the_weights_and_people_the_document(saved: P
     assert [stage["stage"] for stage in body["stages"]] == [0, 1]
     assert body["stages"][0]["optimizer"]["groups"][0]["options"]["momentum"] == 0.9
     assert body["tensors"]["model.2.linear.weight"]["shape"] == [4, 4]
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's own
+def test_distributed_checkpoints_of_torch(tmp_path: Path) -> None:
+    """They take a pipeline's state_dict, or the uncut model with the pipeline's optimizers."""
+    whole = model()
+    kept = st.Pipeline(cut_at(whole, [1, 4]), nadam, LOSS)
+    train(kept, batches(2))
+    options: Any = {"checkpoint_id": tmp_path / "model", "no_dist": True}
+    dcp.save(kept.state_dict(), **options)
+    other = pipeline(3, seed=5)
+    state = other.state_dict()
+    dcp.load(state, **options)
+    other.load_state_dict(state)
+    same(dict(other.state_dict()), dict(kept.state_dict()))
+    calls: list[Any] = [
+        lambda: torchs.get_model_state_dict(kept),
+        lambda: torchs.set_model_state_dict(kept, kept.state_dict()),
+        lambda: torchs.get_optimizer_state_dict(kept, kept.optimizers),
+        lambda: torchs.get_state_dict(kept, kept.optimizers),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=r"save pipe\.state_dict\(\), or in one process give"):
+            call()
+
+    options["checkpoint_id"] = tmp_path / "all"
+    found = torchs.get_state_dict(whole, kept.optimizers)
+    dcp.save(dict(zip("mo", found, strict=True)), **options)
+    another = model(seed=6)
+    pipe = st.Pipeline(cut_at(another, [1, 4]), nadam, LOSS)
+    into = dict(zip("mo", torchs.get_state_dict(another, pipe.optimizers), strict=True))
+    dcp.load(into, **options)
+    torchs.set_state_dict(
+        another, pipe.optimizers, model_state_dict=into["m"], optim_state_dict=into["o"]
+    )
+    for key in ("model", "state"):
+        same(state_of(pipe)[key], state_of(kept)[key])
+
+    # stages without names of an uncut model have those of their modules
+    stages = st.Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], sgd, LOSS)
+    same(dict(torchs.get_model_state_dict(stages)), dict(stages.state_dict()))
 
 
 class Odd(nn.Module):
@@ -282,3 +325,21 @@ def test_packed_weights_that_are_saved(
     with nullcontext() if takes_back else pytest.warns(UserWarning, match="keep their present"):
         load(tmp_path / "c", other)
     assert train(other, batches(2, seed=1)) == expected
+
+
+@pytest.mark.parametrize("kind", [Quantized, Restored])
+def test_packed_weights_are_of_the_base(tmp_path: Path, kind: type[Quantized]) -> None:
+    """Whether or not their module loads them."""
+    kept = quantized(3, kind)
+    train(kept, batches(2))
+    save(tmp_path / "c", kept, trainable_only="verified")
+    assert not [key for key in body_of(tmp_path / "c")["tensors"] if key.endswith(("scale", "0.w"))]
+    expected = train(kept, batches(2, seed=1))
+    other = quantized(2, kind, seed=9)
+    load(tmp_path / "c", other)
+    assert train(other, batches(2, seed=1)) == expected
+    dense = nn.Sequential(*(nn.Linear(4, 4) for _ in range(9)))
+    with pytest.raises(
+        CheckpointError, match=r"base: '0\.weight' is int8, which does not fit into"
+    ):
+        load(tmp_path / "c", dense, only_model=True)

@@ -40,6 +40,34 @@ def model(seed: int = 0, blocks: int = 4) -> nn.Sequential:
         return nn.Sequential(*(Noisy() for _ in range(blocks)))
 
 
+class Adapted(nn.Module):
+    """Has a large frozen base, whose running statistics change, and two small trained layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(4, 1024), nn.Linear(1024, 4)
+        self.norm, self.drop = nn.BatchNorm1d(4), nn.Dropout(0.3)
+        self.register_buffer("mask", torch.ones(64, 64).tril().bool())
+        self.requires_grad_(False)
+        self.down, self.up = nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        base = self.leave(torch.tanh(self.enter(x)))
+        return self.norm(x + base + self.drop(self.up(self.down(x))))
+
+
+def adapted(seed: int = 0) -> nn.Sequential:
+    """Return blocks whose frozen weights are always the same."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        found = nn.Sequential(*(Adapted() for _ in range(4)))
+        torch.manual_seed(seed)
+        for p in found.parameters():
+            if p.requires_grad:
+                nn.init.normal_(p)
+    return found
+
+
 def narrow(seed: int) -> nn.Sequential:
     return model(seed).bfloat16()
 
@@ -49,7 +77,7 @@ def tied(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)]
     blocks[3][0].weight = blocks[0][0].weight
-    blocks[1][0].bias.requires_grad_(False)
+    blocks[1][0].bias.requires_grad_(False).zero_()
     return nn.Sequential(*blocks)
 
 

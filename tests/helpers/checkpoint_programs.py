@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from helpers.checkpoint_cases import (
     LOSS,
+    adapted,
     batches,
     ends,
     everything,
@@ -68,6 +69,21 @@ def stages(rank, ranks, path):
     assert other.optimizers[0].param_groups[0]["lr"] == 0.05 * (rank + 1)
     save(f"{path}/alone{rank}", model())  # by this process alone
     return sum(p.double().sum().item() for p in pipe.parameters())
+
+
+def adapters(rank, ranks, path):
+    """Save adapters of each rank's stage, load them into others; return the stage's state."""
+
+    def made(seed):
+        part = cut_at(adapted(seed), ends(4, ranks))[rank]
+        return st.DistributedPipeline(part, sgd, LOSS, timeout=60.0)
+
+    pipe, other = made(0), made(7)
+    list(pipe.run(batches(2)))
+    save(f"{path}/c", pipe, trainable_only="verified")
+    assert load(f"{path}/c", other).random
+    same(everything(other), everything(pipe))
+    return dict(pipe.state_dict())
 
 
 def errors(rank, ranks, path):

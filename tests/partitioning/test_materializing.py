@@ -11,7 +11,7 @@ from helpers import model_programs
 from helpers.cut_models import run, sgd
 from helpers.model_programs import LLAMA
 from helpers.ranks import run_ranks
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import spectrain_ext as st
@@ -109,6 +109,55 @@ def test_files_of_the_model_without_its_head(tmp_path):
         real.lm_head.weight.copy_(head)
     for stage, other in zip(parts, wanted, strict=True):
         assert_same(stage, other)
+
+
+def bert():
+    tf = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 61, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
+    return tf.BertForMaskedLM(tf.BertConfig(**sizes, num_hidden_layers=2))
+
+
+@pytest.mark.parametrize(
+    ("make", "old"),
+    [
+        (lambda: decoder("Llama"), "model.layers.0.self_attn.rotary_emb.inv_freq"),
+        (lambda: decoder("Llama"), "model.rotary_emb.inv_freq"),
+        (lambda: decoder("GPT2"), "transformer.h.0.attn.bias"),
+        (bert, "bert.embeddings.position_ids"),
+    ],
+)
+def test_old_files_with_buffers_that_are_saved_no_more(make, old, tmp_path):
+    """transformers and stages ignore their values."""
+    real = make()
+    real.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {old: torch.full((1, 4), 7)}, file, metadata={"format": "pt"})
+    wanted = st.partition(type(real).from_pretrained(tmp_path), 2, profile="parameters")
+    parts = st.partition(on_meta(make), 2, profile=wanted.profile)
+    for stage, other in zip(parts, wanted, strict=True):
+        st.materialize(stage, tmp_path)
+        assert_same(stage, other)
+
+    # a checkpoint of such a model
+    *path, module, name = old.split(".")
+    owner = real.get_submodule(".".join(path))
+    if not hasattr(owner, module):
+        owner.register_module(module, nn.Module())
+    owner.get_submodule(module).register_buffer(name, torch.full((1, 4), 7))
+    st.checkpoint.save(tmp_path / "c", real, only_model=True)
+    pipe = st.Pipeline(parts, sgd, nn.functional.mse_loss)
+    st.checkpoint.load(tmp_path / "c", pipe, only_model=True)
+    for stage, other in zip(parts, wanted, strict=True):
+        assert_same(stage, other)
+
+
+def test_what_files_of_a_pretrained_model_may_lack(tmp_path):
+    real, model = decoder("Llama"), on_meta(lambda: decoder("Llama"))
+    real.model.save_pretrained(tmp_path)
+    model._keys_to_ignore_on_load_missing = {r"^lm_head\."}
+    last = st.partition(model, 2).stages[1]
+    st.materialize(last, tmp_path)
+    assert 0.01 < last.model.lm_head.weight.std() < 0.03  # as the model initializes it
 
 
 class Block(nn.Module):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.cut_models import EVEN, trains_alike
 from helpers.model_programs import LLAMA, gpt2
+from safetensors.torch import load_file
 
 import spectrain_ext as st
 
@@ -95,3 +96,44 @@ def test_virtual_tokens_are_refused():
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     with pytest.raises(ValueError, match="PromptTuningConfig puts virtual tokens before"):
         st.partition(peft.get_peft_model(model, config), 2)
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+def test_a_checkpoint_of_the_adapters(name, tmp_path):
+    """It resumes in other stages, and loads into an uncut model with its optimizer."""
+
+    def made(n, scale=1.0):
+        model = adapted(name, lora(init_lora_weights=False))
+        with torch.no_grad():
+            for p in filter(lambda p: p.requires_grad, model.parameters()):
+                p.mul_(scale)
+        parts = st.partition(model, n, profile=EVEN)
+        return model, st.Pipeline(
+            parts, lambda p: st.optim.AdamW(p, lr=0.01), parts.loss_fn, "1f1b", microbatches=1
+        )
+
+    data = list(batches(4))
+    (_, pipe), (_, other) = made(3), made(2, scale=0.0)
+    list(pipe.run(data[:2]))
+    st.checkpoint.save(tmp_path / "c", pipe, trainable_only=True)
+    held = load_file(tmp_path / "c" / "model.safetensors")
+    assert held.keys() == {key for key in pipe.state_dict() if "lora_" in key}
+    st.checkpoint.load(tmp_path / "c", other)
+    alone = adapted(name, lora(init_lora_weights=False))
+    trained = [p for p in alone.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1.0)
+    st.checkpoint.load(tmp_path / "c", alone, optimizer=optimizer)
+    losses = [[result.loss.item() for result in each.run(data[2:])] for each in (pipe, other)]
+    assert losses[0] == losses[1]
+    for batch, loss in zip(data[2:], losses[0], strict=True):
+        found = own_loss(alone, batch)
+        assert found.item() == pytest.approx(loss, rel=1e-5)
+        found.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    # the base has other shapes, or none of these names
+    alone.resize_token_embeddings(60)
+    with pytest.raises(st.CheckpointError, match=r"another base: 'base_model\S+' has shape \[61, "):
+        st.checkpoint.load(tmp_path / "c", alone)
+    with pytest.raises(st.CheckpointError, match=r"has no '\S+\.weight', which stage 0 has"):
+        st.checkpoint.load(tmp_path / "c", alone.unload())
