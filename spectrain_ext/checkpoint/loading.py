@@ -30,7 +30,7 @@ class Loaded:
 
     Attributes:
         minibatches: as given to ``save``.
-        extra: as given to ``save``.
+        extra: as given to ``save``, tensors on the CPU.
         random: whether the random number generators were restored. A stage's are if the stages are
             the saved ones; a process's, which a module uses, if the number of processes is the same
             too. Otherwise they are unchanged.
@@ -134,9 +134,10 @@ def load(
                 if isinstance(target, Pipeline):
                     items.append((Training(target), body))
             states += [(item, item.match(view)) for item, view in items]
-            extra = decode(body.get("extra"))
-            keys = dict.fromkeys(key for _, state in states for key in tensors_in(state))
+            saved = [*(state for _, state in states), body.get("extra")]
+            keys = dict.fromkeys(key for each in saved for key in tensors_in(each))
             tensors = dict(storage.read_tensors(directory, body, keys))
+            extra = decode(body.get("extra"), tensors)
         with peers.attempt(doing):
             _put(states, tensors, directory)
     return Loaded(minibatches, extra, generators.all_found)

@@ -55,7 +55,8 @@ def save(
         scheduler: of a module; a pipeline has its own.
         minibatches: number of minibatches trained on; ``load`` returns it.
         sampler: object whose state is saved too.
-        extra: a value of JSON types and tuples.
+        extra: a value of JSON types, tuples and tensors, as ``state_dict()`` of an average of
+            weights. Of several processes, that of the first is saved.
         overwrite: replace a checkpoint at ``path``, which stays complete until the new one is.
         only_model: save only parameters and module buffers, without optimizers, schedulers and
             float32 masters. ``load(only_model=True)`` and any reader of ``model.safetensors`` or
@@ -100,7 +101,9 @@ def save(
                 document = _document(parts, peers, sampler, tensors)
                 training = Training(target).state() if isinstance(target, Pipeline) else None
                 document |= {"minibatches": minibatches, "training": training}
-                document |= {"extra": encode(extra, "extra"), "torch": str(torch.__version__)}
+                keep_extra = _keeper(tensors if is_first else {})  # only that of the first is saved
+                document |= {"extra": encode(extra, "extra", keep_extra, "extra")}
+                document |= {"torch": str(torch.__version__), "keys": list(tensors)}
                 documents.append(document)
                 if is_first:
                     storage.begin(path)
@@ -175,8 +178,7 @@ def _document(
         "random": Generators(parts, peers.rank, peers.size).saved(keep),
         "sampler": None if sampler is None else SamplerState(sampler, peers.rank).saved(keep),
     }
-    keys = list(tensors)
-    return {"stages": stages, "replicas": replicas, "process": process, "keys": keys}
+    return {"stages": stages, "replicas": replicas, "process": process}
 
 
 def _keeper(tensors: dict[str, Tensor], prefix: str = "") -> Keep:

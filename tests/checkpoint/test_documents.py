@@ -57,6 +57,9 @@ def test_kinds(tmp_path: Path) -> None:
         torch.tensor(0.5),
         torch.tensor([0.1]),
         torch.tensor([[3]]),
+        torch.tensor(1j),
+        torch.arange(6.0).reshape(2, 3).t(),
+        torch.zeros(0, 2, dtype=torch.bfloat16),
     ]
     for found, value in zip(through(tmp_path, values), values, strict=True):
         assert type(found) is type(value)
@@ -69,14 +72,12 @@ def test_kinds(tmp_path: Path) -> None:
     [
         ({"a": [1, object()]}, r"extra\.a\[1\]: a checkpoint cannot hold a builtins\.object"),
         (nest(1, 101), "extra.*more than 100 containers"),
-        (torch.tensor(1j), r"extra: .* torch\.Tensor of 1 elements"),
-        (torch.zeros(2), r"extra: a checkpoint cannot hold a torch\.Tensor of 2 elements"),
         (torch.eye(1).to_sparse(), r"extra: .* a torch\.Tensor that is not dense"),
         ({"a": b"x"}, r"extra\.a: a checkpoint cannot hold a builtins\.bytes"),
         (np.datetime64("2020"), r"extra: a checkpoint cannot hold a numpy\.datetime64"),
         (torch.ones(1, 1).max(0), r"extra: .* hold a torch\.return_types\.max"),
     ],
-    ids=["object", "deep", "complex", "tensor", "sparse", "bytes", "date", "named tuple"],
+    ids=["object", "deep", "sparse", "bytes", "date", "named tuple"],
 )
 def test_refused(tmp_path: Path, value: object, match: str) -> None:
     with pytest.raises(TypeError, match=match):

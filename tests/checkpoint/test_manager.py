@@ -7,6 +7,8 @@ import shutil
 import pytest
 import torch
 from helpers.checkpoint_cases import batches, pipeline, same, state_of, train
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 from spectrain_ext import StageError
@@ -153,6 +155,26 @@ def test_a_failed_run_is_not_saved_and_a_restart_has_what_was_saved_along(tmp_pa
     loaded = manager.restore()
     assert (loaded.minibatches, loaded.extra) == (2, {"losses": losses[:2]})
     assert [result.index for result in manager.run(batches(2))] == [2, 3]
+
+
+@pytest.mark.parametrize("stops", [5, 6])
+def test_an_average_of_weights_goes_on_after_a_restart(tmp_path, stops):
+    averages = []
+    for place, ends in (("whole", (8,)), ("cut", (stops, 8))):
+        for end in ends:  # each time anew, as another process would
+            pipe = pipeline(2)
+            model = nn.Sequential(*pipe.children())
+            average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+            manager = CheckpointManager(tmp_path / place, pipe, every_minibatches=2)
+            if loaded := manager.restore():
+                average.load_state_dict(loaded.extra)
+            data = batches(8)[manager.minibatches : end]
+            for _ in manager.run(data, extra=average.state_dict):
+                with pipe.weights():
+                    average.update_parameters(model)
+        averages.append(average.state_dict())
+    assert averages[0].pop("n_averaged") == averages[1].pop("n_averaged") == 8
+    torch.testing.assert_close(*averages, rtol=0, atol=0)
 
 
 def test_a_damaged_checkpoint_and_the_one_before(tmp_path):
