@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import lru_cache, partial, wraps
 from types import MethodType
 from typing import Any, NoReturn, TypeVar, cast
@@ -99,10 +99,8 @@ class SaveGuard:
 
     def __init__(self, why: str) -> None:
         self._why = why
-        self._lifted = False
 
     def put(self, params: Iterable[Tensor]) -> None:
-        self._lifted = False
         for p in params:
             guards = (partial(self._detach, p), self._copy, self._copy)
             vars(p).update(zip(_GUARDED, guards, strict=True))
@@ -113,17 +111,13 @@ class SaveGuard:
             for name in _GUARDED:
                 vars(p).pop(name, None)
 
-    @contextmanager
-    def lifted(self) -> Iterator[None]:
-        """Allow ``state_dict`` inside, for a caller that inserts the true weights."""
-        self._lifted = True
-        try:
-            yield
-        finally:
-            self._lifted = False
+    def lift(self, params: Iterable[Tensor]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Allow saving; return the parameters' attributes, and with what to update them again."""
+        attributes = [vars(p) for p in params]
+        return [(each, {k: each.pop(k) for k in _GUARDED if k in each}) for each in attributes]
 
     def _detach(self, p: Tensor) -> Tensor:
-        if not is_compiling() and not self._lifted and sys._getframe(1).f_code is _SAVES:
+        if not is_compiling() and sys._getframe(1).f_code is _SAVES:
             raise RuntimeError(f"state_dict: {self._why}")
         return Tensor.detach(p)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from itertools import takewhile
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -194,7 +194,7 @@ class Pipeline(Loops):
             except BaseException:
                 self._unbind()
                 raise
-            self.register_state_dict_post_hook(_put_true_weights)  # type: ignore[no-untyped-call]
+            self.register_state_dict_post_hook(_clone_in_run)  # type: ignore[no-untyped-call]
             self.register_load_state_dict_pre_hook(_refuse_load_in_run)  # type: ignore[no-untyped-call]
             self.register_load_state_dict_post_hook(_follow_load)  # type: ignore[no-untyped-call]
             use_model_names(self, len(here) == replicas.stages, self._copies)
@@ -477,11 +477,43 @@ class Pipeline(Loops):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state under the uncut model's names; in a run, copies of the true weights."""
-        self._mend(changed=True)
-        with ExitStack() as held:
-            for stage in self._executor.stages:
-                held.enter_context(stage.guard.lifted())
+        with self.weights():
             return super().state_dict(*args, **kwargs)
+
+    @contextmanager
+    def weights(self) -> Iterator[None]:
+        """Inside a ``with`` block, the parameters of the stages here hold the true weights.
+
+        In a run they may hold predicted weights, or those of an older version, until the next
+        result is asked for. The modules may be read, called, copied and saved inside. Parameters
+        are pointed at the true weights, which copies nothing; weights that ``master_dtype`` keeps
+        in float32 are rounded into a copy, and so are tied weights on another device. Between two
+        runs nothing changes.
+
+        A tied weight that another process trains stays as it was received. With
+        ``passes.AverageWeights`` each replica has its own weights.
+
+        Raises:
+            RuntimeError: on exit, if a parameter was changed in place; and from a run that goes on
+                inside.
+
+        Example:
+            >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+            >>> sgd = lambda params: st.optim.SGD(params, lr=0.01, momentum=0.9)
+            >>> pipe = st.Pipeline(model, sgd, nn.functional.mse_loss)
+            >>> average = torch.optim.swa_utils.AveragedModel(model)
+            >>> for result in pipe.run([(torch.randn(6, 4), torch.zeros(6, 2))] * 3):
+            ...     with pipe.weights():
+            ...         average.update_parameters(model)
+        """
+        self._mend(changed=True)
+        if not self._executor.running:
+            yield
+            return
+        from .true_weights import true_weights
+
+        with true_weights(self._executor, self._copies):
+            yield
 
     def _mend(self, changed: bool = False) -> None:
         """Finish the end of a run that an exception cut short."""
@@ -638,23 +670,9 @@ class Pipeline(Loops):
         )
 
 
-def _put_true_weights(
-    pipe: Pipeline, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
-) -> None:
-    """Replace the weights in a state_dict that is taken during a run by copies of the true ones."""
-    if not pipe._executor.running:
-        return
-    true: dict[Tensor, Tensor] = {}
-    with pipe._executor.callers_turn():
-        for weights in pipe._trained:
-            true.update(weights.true_weights())
-        for copy in pipe._copies:
-            if copy.original is not None:
-                original = true.get(copy.original, copy.original)
-                true[copy.held] = original.to(copy.held.device)
-        for name, p in pipe.named_parameters(remove_duplicate=False):
-            if prefix + name in state:
-                state[prefix + name] = true.get(p, p)
+def _clone_in_run(pipe: Pipeline, state: dict[str, Any], prefix: str, _: object) -> None:
+    """Replace what later updates in the run would change by copies."""
+    if pipe._executor.running:
         for key, value in state.items():
             if key.startswith(prefix) and isinstance(value, Tensor):
                 state[key] = value.detach().clone(memory_format=torch.preserve_format)

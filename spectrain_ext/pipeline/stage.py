@@ -68,11 +68,11 @@ class Stage:
         self.random = StageRandom(index, device, replica)
         self.recomputes = recomputes
         self.guard = SaveGuard(
-            "a run of this pipeline has not ended, and its stages may hold predicted weights; take "
-            "the pipeline's own state_dict(), which has the true ones, or save after the loop"
+            "a run of this pipeline has not ended, and its stages may hold predicted weights; do "
+            "this inside `with pipe.weights():`, or take the pipeline's own state_dict()"
         )
         self._learning = _learning(module)
-        self._guarded: list[nn.Parameter] = []
+        self.guarded: list[nn.Parameter] = []  # in a run: all that learn
         self._aside: list[tuple[nn.Parameter, Tensor]] = []  # gradients, between two results
         self._undone_before = 0  # by the training that this one continues
         self.peak = 0  # the most microbatches in flight at once, in any run
@@ -187,7 +187,7 @@ class Stage:
     def hold_weights(self, minibatches: int) -> None:
         """Begin a run, after so many minibatches, with the weights that the module has."""
         weights = self.weights
-        self._guarded = [p for p in self.module.parameters() if p.requires_grad]
+        self.guarded = [p for p in self.module.parameters() if p.requires_grad]
         if weights is None:
             return
         for stream in (self.compute, self.predict):
@@ -195,7 +195,7 @@ class Stage:
         with self.predict.using(writes=self.memory):
             weights.begin(minibatches, any(each.moves_weights for each in self.passes))
         self.weights_written()
-        self.guard.put(self._guarded)
+        self.guard.put(self.guarded)
 
     def let_go_of_weights(self) -> None:
         """Put the true weights back into the module; may be repeated, or called without a run."""
@@ -205,11 +205,11 @@ class Stage:
             with self.predict.using(writes=self.memory):
                 self.weights.end()
             self.predict.record(self.loaded)
-            self.guard.take(self._guarded)
+            self.guard.take(self.guarded)
 
     def lend(self) -> None:
         """Before the caller gets control: put gradients in flight and optimizers out of reach."""
-        self._aside = [(p, gradient) for p in self._guarded if (gradient := p.grad) is not None]
+        self._aside = [(p, gradient) for p in self.guarded if (gradient := p.grad) is not None]
         for p, _ in self._aside:
             p.grad = None
         if self.weights is not None:
@@ -223,7 +223,7 @@ class Stage:
             if weights.storage is not None and not weights.storage.in_place():
                 self.check()
             weights.guard.take()
-        for p in self._guarded:
+        for p in self.guarded:
             if p.grad is not None:
                 names = [name for name, each in self.module.named_parameters() if each is p]
                 raise RuntimeError(

@@ -120,6 +120,22 @@ def test_an_optimizer_that_is_not_the_packages_goes_on_alone() -> None:
         torch.testing.assert_close(mine.cpu(), host, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.parametrize("method", ["vanilla", "pipedream", "spectrain"])
+def test_true_weights_in_the_loop_are_those_of_the_cpu(method: str) -> None:
+    """They are read on the caller's stream while updates wait on those of the stages."""
+    found = []
+    for device in ("cpu", "cuda", "cuda"):
+        pipe = _pipeline(method, device)
+        norms = []
+        for _ in pipe.run(_batches(24, device)):
+            with pipe.weights():
+                norms += [p.detach().square().sum() for p in pipe.parameters()]
+        found.append([value.cpu() for value in (*norms, *pipe.state_dict().values())])
+    assert _same(found[1], found[2])
+    assert _same(found[1][len(norms) :], _train(method, "cuda")[24:])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-8, atol=1e-11)
+
+
 @pytest.mark.parametrize(
     ("method", "optimizer"),
     [*((method, _sgd) for method in _METHODS), ("vanilla", _torchs), ("lwp-w", _torchs)],

@@ -19,7 +19,9 @@ from helpers.pipeline_cases import (
     torch_sgd,
 )
 from torch import nn
+from torch.func import functional_call
 from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.swa_utils import AveragedModel
 
 import spectrain_ext as st
 
@@ -47,12 +49,94 @@ def test_state_dict_of_a_suspended_run_has_the_true_weights(method):
                     row = compared.oracle.versions[k][made][places[p]]
                     close(state[f"model.{k}.{name}"], row.weight)
         assert torch.equal(state["model.3.0.weight"], state["model.0.0.weight"])
+        with compared.pipe.weights():
+            model = copy.deepcopy(nn.Sequential(*compared.pipe.children()))
+        same(model.state_dict(prefix="model."), state)
         if result.index == 6:
             snapshot = state
             copied = {name: tensor.clone() for name, tensor in state.items()}
     for name, tensor in snapshot.items():
         assert torch.equal(tensor, copied[name])  # later updates do not change it
     same(compared.pipe.state_dict(), nn.Sequential(*compared.pipe.children()).state_dict())
+
+
+ADAMW = {"lr": 0.05, "weight_decay": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("make", "method", "dtype"),
+    [
+        (sgd(), "spectrain", torch.float64),
+        (sgd(), "vanilla", torch.float64),  # no master: the newest version is the true one
+        (torch_sgd(), "pipedream", torch.float64),
+        (lambda params: st.optim.AdamW(params, **ADAMW), "auto", torch.bfloat16),
+        (lambda params: torch.optim.AdamW(params, **ADAMW), "auto", torch.bfloat16),
+    ],
+)
+def test_a_run_goes_on_to_the_bit_after_blocks_with_the_true_weights(make, method, dtype):
+    """Inside, the model is averaged, copied, saved and called; and all blocks may be nested."""
+    stages = nn.Sequential(*tanh_stages(4)).to(dtype)
+    stages[3][2].weight = stages[0][0].weight
+    master = None if dtype is torch.float64 else torch.float32
+    more = {"microbatches": 2, "master_dtype": master}
+    plain, pipe = (st.Pipeline(copy.deepcopy(stages), make, mse, method, **more) for _ in range(2))
+    model = nn.Sequential(*pipe.children())
+    average, mean = AveragedModel(model), {}
+    data = [(x.to(dtype), y.to(dtype)) for x, y in batches(10, size=4)]
+    pairs = zip(pipe.run(data), plain.run(data), strict=True)
+    for n, (result, other) in enumerate(pairs):
+        assert torch.equal(result.loss, other.loss)
+        state = pipe.state_dict()
+        for name, value in state.items():
+            mean[name] = value if n == 0 else mean[name] + (value - mean[name]) / (n + 1)
+        with pipe.weights():
+            average.update_parameters(model)
+            with pipe.weights():
+                same(pipe.state_dict(), state)
+            same(copy.deepcopy(model).state_dict(), state)
+            same(model.state_dict(), state)
+            with torch.no_grad():
+                output = model(data[0][0])
+        assert torch.equal(output, functional_call(model, state, data[0][0]))
+        with pytest.raises(
+            RuntimeError, match=r"do this inside `with pipe\.weights\(\):`, or take"
+        ):
+            model.state_dict()
+    same(average.module.state_dict(), mean)
+    same(pipe.state_dict(), plain.state_dict())
+    with pipe.weights():  # between two runs it changes nothing
+        same(model.state_dict(), pipe.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_what_must_not_happen_in_a_block_with_the_true_weights(dtype):
+    stages = nn.Sequential(*tanh_stages(3)).to(dtype)
+    master = None if dtype is torch.float64 else torch.float32
+    pipe = st.Pipeline(stages, sgd(), mse, "spectrain", master_dtype=master)
+    data = [(x.to(dtype), y.to(dtype)) for x, y in batches(8)]
+    losses(pipe, data)
+
+    with closing(pipe.run(data)) as run:
+        next(run)
+        match = r"weights: stages\[1\]: parameter '2\.bias' was changed in place, and predictions"
+        with pytest.raises(RuntimeError, match=match), pipe.weights():
+            stages[1][2].bias.data.zero_()  # nothing reports this
+            nn.init.zeros_(stages[1][2].bias)
+        with pytest.raises(ZeroDivisionError), pipe.weights():
+            stages[1][2].bias.data.add_(1 / 0)
+        next(run)
+
+    for ends in (next, lambda run: run.close()):
+        run = pipe.run(data)
+        next(run)
+        match = r"next result inside `with pipe\.weights\(\):`, leave that block first"
+        with pytest.raises(RuntimeError, match=match), pipe.weights():
+            before = copy.deepcopy(stages.state_dict())
+            ends(run)
+        with pipe.weights():
+            copy.deepcopy(stages)
+        same(pipe.state_dict(), before)
+        losses(pipe, data)
 
 
 def refused(pipe):
