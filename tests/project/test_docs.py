@@ -39,7 +39,7 @@ SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scrip
 STARTED = re.compile(r"# (\S+\.py): (torchrun .*)\n")
 # Imports of a block that no test can install.
 OPTIONAL = {"cupy", "tensorboard", "wandb"}
-SERVED = {"tools"}  # wandb starts a process
+SERVED = {"metrics"}  # wandb starts a process
 
 
 class Block(NamedTuple):
