@@ -17,14 +17,17 @@ from typing import Any
 import pytest
 from rivals.contest import Settings, Times, TooLarge, contest, names
 from rivals.operations import OPERATIONS, Operation, applies
-from rivals.workloads import MODELS, PRECISIONS, Workload, model, synthetic
+from rivals.workloads import MODELS, PRECISIONS, Workload, even, model, synthetic
 
 #: Numbers of tensors, and the exponents of two of their elements.
 SUITES: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "quick": [((1,), (24,)), ((300,), (20,)), ((10,), (14,))],
     "sizes": [((1, 10, 300, 3000), (10, 14, 18, 22, 26, 28, 30))],
     "models": [],
+    "small": [],
 }
+#: Numbers of tensors, and the elements of each: where a call, a plan or _foreach is fastest.
+SMALL = ((1, 1024), (10, 1024), (100, 1024), (10, 2**20))
 
 
 def workloads(options: Any) -> list[Workload]:
@@ -39,6 +42,8 @@ def workloads(options: Any) -> list[Workload]:
             found += synthetic(counts, exponents, precision)
         if options.suite == "models":
             found += [model(each, precision) for each in MODELS]
+        if options.suite == "small":
+            found += [even(count, elements, precision) for count, elements in SMALL]
     return found
 
 

@@ -22,10 +22,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     own.addoption("--device", default="cpu", help="cpu, or a CUDA device")
     own.addoption(
         "--suite",
-        choices=["quick", "sizes", "models"],
+        choices=["quick", "sizes", "models", "small"],
         default="quick",
         help="measure on three lists of tensors; on 2^10 to 2^30 elements in 1 to 3,000 tensors; "
-        "on the parameter lists of real models",
+        "on the parameter lists of real models; on short lists of small tensors",
     )
     own.addoption("--elements", type=int, nargs="+", metavar="E", help="on 2^E elements instead")
     own.addoption("--tensors", type=int, nargs="+", metavar="N", help="on N tensors instead")

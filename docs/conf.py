@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from docutils.nodes import SkipNode
+from latex2mathml.converter import convert
+
 import spectrain_ext
 
 project = "spectrain_ext"
@@ -25,7 +28,9 @@ html_title = f"spectrain_ext {version}"
 
 # Links between the pages are those that work on a code host as well: to files and to headings.
 myst_heading_anchors = 4
-myst_enable_extensions = ["deflist", "colon_fence"]
+myst_enable_extensions = ["deflist", "colon_fence", "dollarmath"]
+
+html_math_renderer = "mathml"  # browsers draw it: no script, no network
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
@@ -43,5 +48,11 @@ def _offer(_: object, __: str, source: list[str]) -> None:
     source[0] = _OUTSIDE.sub(r"{download}`\1 <\2>`", source[0])
 
 
+def _formula(translator: Any, node: Any) -> None:
+    translator.body.append(convert(node.astext()))
+    raise SkipNode
+
+
 def setup(app: Any) -> None:
+    app.add_html_math_renderer("mathml", inline_renderers=(_formula, None))
     app.connect("source-read", _offer)

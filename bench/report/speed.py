@@ -19,6 +19,7 @@ PLAN = "2026-11-22-plan/plan.json"
 COST = "2026-11-23-cost/cost.json"
 SLOW_LINKS = "2026-11-25-slow-links/slow-links.json"
 OPERATORS = "2026-11-23-operators/bench.json"
+SMALL = "2026-11-26-small/bench.json"
 ON_GPU = "2026-11-26-gpu-h200/operators.json"
 GPU_STEPS = "2026-11-26-gpu-h200/parts.json"
 FAILURES = "2026-11-25-failures/campaign.json"
@@ -226,6 +227,20 @@ def operators(results: Path, run: str = OPERATORS) -> str:
         for (operation, precision), line in found.items()
     ]
     return table("|".join(["operation|types", *(f">{name}" for name in workloads)]), lines)
+
+
+def small(results: Path) -> str:
+    """Times of short lists over a plan's: medians, ± half of the range between the quartiles."""
+    lines = []
+    rows = Row.all_of(read(results, SMALL)["benchmarks"])
+    for case in cases(sorted(rows, key=lambda row: row.operation, reverse=True)):
+        by = {row.name: row for row in case}
+        plan, others = by["Plan"], (by["operator"], by.get("_foreach") or by["foreach"])
+        us = plan.median_us
+        cells = [f"{row.median_us / us:.2f} ± {row.iqr_us / 2 / us:.2f}" for row in others]
+        own = f"{microseconds(us)} ± {plan.iqr_us / 2 / us:.0%}"
+        lines.append([plan.operation, plan.workload, own, *cells])
+    return table("operation|tensors|>`Plan`, us|>call|>torch's `_foreach`", lines)
 
 
 def gpu_steps(results: Path) -> str:

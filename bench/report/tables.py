@@ -12,7 +12,7 @@ from . import quality, races, speed
 
 
 def headline(results: Path) -> str:
-    """The README's answers: throughput, time to a loss, and the loss itself."""
+    """The README's answers, measured and simulated: throughput, the loss, and time to a loss."""
     torch = speed.over_torch(results)
     times = [r.to_loss(0.75) for r in races.defaults(results)]
     gaps = quality.late_by_one(results)
@@ -20,24 +20,18 @@ def headline(results: Path) -> str:
         f"{abs(100 * gap):.1f} % {'below' if gap < 0 else 'above'}"
         for gap in (min(gaps), max(gaps))
     )
-    lines = [
-        [
-            "torch's 1F1B with as many microbatches",
-            "2 to 4 processes on a CPU",
-            f"{min(torch):.2f} to {max(torch):.2f} times the throughput",
-        ],
-        [
-            "time of `1f1b` to a loss, 4 to 32 stages",
-            "measured updates, simulated time",
-            f"{min(times):.2f} to {max(times):.2f} times as long",
-        ],
-        [
-            "test loss of synchronous training, 4 to 32 stages",
-            "small transformer on a CPU",
-            f"between {lowest} and {highest}",
-        ],
+    throughput = f"{min(torch):.2f} to {max(torch):.2f} times the throughput"
+    loss = f"test loss between {lowest} and {highest}"
+    sooner = f"{min(times):.2f} to {max(times):.2f} times as long to a loss"
+    measured = [
+        ["torch's 1F1B with as many microbatches", "2 to 4 processes on a CPU", throughput],
+        ["synchronous training, 4 to 32 stages", "small transformer on a CPU", loss],
     ]
-    return table("compared with|measured|result", lines)
+    simulated = [["`1f1b`, 4 to 32 stages", "measured updates times simulated seconds", sooner]]
+    return "\n\n".join(
+        table(f"{kind}, against|on|`auto`", lines)
+        for kind, lines in (("measured", measured), ("simulated", simulated))
+    )
 
 
 TABLES: dict[str, Callable[[Path], str]] = {
@@ -57,6 +51,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "operators": speed.operators,
     "operators.gpu": partial(speed.operators, run=speed.ON_GPU),
     "operators.gpu.targets": partial(speed.operator_targets, run=speed.ON_GPU),
+    "operators.small": speed.small,
     "operators.targets": speed.operator_targets,
     "planner": speed.planner,
     "processes": speed.processes,

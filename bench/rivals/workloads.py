@@ -81,6 +81,11 @@ def synthetic(
     ]
 
 
+def even(count: int, elements: int, precision: Precision = FP32) -> Workload:
+    """Return tensors of as many elements each."""
+    return Workload(f"{count} x {elements:,}", ((elements,),) * count, precision)
+
+
 # Parameter lists of real models, from the numbers of their architectures
 
 

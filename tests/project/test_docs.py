@@ -39,7 +39,7 @@ SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scrip
 STARTED = re.compile(r"# (\S+\.py): (torchrun .*)\n")
 # Imports of a block that no test can install.
 OPTIONAL = {"cupy", "tensorboard", "wandb"}
-SERVED = {"tools"}  # wandb starts a process
+SERVED = {"metrics"}  # wandb starts a process
 
 
 class Block(NamedTuple):
@@ -80,9 +80,12 @@ PYTHON_PAGES = sorted({block.page for block in PYTHON})
     ],
 )
 def test_the_blocks_of_a_page_run_one_after_another(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """All blocks share one namespace, in reading order."""
+    """All blocks share one namespace, in reading order; those of text show what is printed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     names: dict[str, Any] = {"__name__": "__main__"}
@@ -96,6 +99,8 @@ def test_the_blocks_of_a_page_run_one_after_another(
         # the line numbers of a failure are the page's
         source = "\n" * block.line + block.text
         exec(compile(source, str(page), "exec"), names)
+    printed = capsys.readouterr().out
+    assert all(b.text in printed for b in BLOCKS if (b.page, b.language) == (page, "text"))
 
 
 @pytest.mark.processes
