@@ -2,48 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import FunctionType
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, Unpack, cast
 
-from .calls import Gradients, Lists, Prediction, Role, Tensors, is_array, prediction
+from .calls import (
+    Gradients,
+    Lists,
+    Prediction,
+    Role,
+    StepOptions,
+    Tensors,
+    is_array,
+    prediction,
+)
 from .functions import sgd_prediction
 from .laws import Horizon, as_law
 from .numbers import Adam, horizon
-from .steps import ROLES, ROWS
+from .steps import ROLES, ROWS, StepRow
 
-
-def _step(name: str) -> Callable[..., None]:
-    """Return the method that makes a step of steps.py."""
-    row = ROWS[name]
-    numbers = frozenset(row.numbers)
-
-    def method(self: Plan, **keywords: Any) -> None:
-        predict, stream = keywords.pop("predict", ()), keywords.pop("stream", None)
-        if len(predict) > self._n_outs:
-            raise self._too_many(predict)
-        first = keywords.pop("first_step", False) if "first_step" in row.keywords else False
-        options: Any = {}
-        if not numbers.issuperset(keywords):
-            options = {each: keywords.pop(each) for each in [*keywords] if each not in numbers}
-        names, values = tuple(keywords), tuple(keywords.values())
-        arguments = row.arguments(names, values, predict, first)
-        self._native.step(*arguments, first, options, stream)
-
-    horizons = row.keywords["predict"].replace(annotation="Sequence[Horizon | None]")
-    shown = {**row.keywords, "predict": horizons, "options": row.parameters["options"]}
-    plan, *_ = inspect.signature(method).parameters.values()
-    method.__name__, method.__qualname__ = name, f"Plan.{name}"
-    method.__doc__ = f"""Make a step and write predictions; see `spectrain_ext.{name}`.
-
-        Args:
-            predict: the horizon, or law of `spectrain_ext.laws`, of every output, outs[j]. None
-                does not write outs[j].
-            options: `grad_scale`, `found_inf`, `clip_factor`, `zero_grad`, `rounding_seed`.
-        """
-    vars(method)["__signature__"] = inspect.Signature([plan, *shown.values()])
-    return method
+_SGD, _ADAM = ROWS["sgd_step_"], ROWS["adam_step_"]
 
 
 class Plan:
@@ -153,8 +131,66 @@ class Plan:
 
     # Steps.
 
-    sgd_step_ = _step("sgd_step_")
-    adam_step_ = _step("adam_step_")
+    def sgd_step_(
+        self,
+        *,
+        lr: float,
+        momentum: float,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        maximize: bool = False,
+        decoupled_weight_decay: bool = False,
+        smoothed: bool = False,
+        first_step: bool = False,
+        predict: Sequence[Horizon | None] = (),
+        stream: Any = None,
+        **options: Unpack[StepOptions],
+    ) -> None:
+        """Make a step and write predictions; see `spectrain_ext.sgd_step_`.
+
+        Args:
+            predict: the horizon, or law of `spectrain_ext.laws`, of every output, outs[j]. None
+                does not write outs[j].
+            options: `grad_scale`, `found_inf`, `clip_factor`, `zero_grad`, `rounding_seed`.
+        """
+        decay = weight_decay, nesterov, maximize, decoupled_weight_decay
+        numbers = (lr, momentum, dampening, *decay, smoothed)
+        self._step(_SGD, numbers, first_step, predict, stream, options)
+
+    def adam_step_(
+        self,
+        *,
+        lr: float,
+        step: int,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        decoupled_weight_decay: bool = False,
+        maximize: bool = False,
+        momentum_decay: float | None = None,
+        mu_product: float = 1.0,
+        predict: Sequence[Horizon | None] = (),
+        stream: Any = None,
+        **options: Unpack[StepOptions],
+    ) -> None:
+        """Make a step and write predictions; see `spectrain_ext.adam_step_`, and `sgd_step_`."""
+        decay = weight_decay, step, decoupled_weight_decay, maximize
+        numbers = (lr, betas, eps, *decay, momentum_decay, mu_product)
+        self._step(_ADAM, numbers, False, predict, stream, options)
+
+    def _step(
+        self,
+        row: StepRow,
+        numbers: tuple[Any, ...],
+        first_step: bool,
+        predict: Sequence[Horizon | None],
+        stream: Any,
+        options: Any,
+    ) -> None:
+        if len(predict) > self._n_outs:
+            raise self._too_many(predict)
+        self._native.step(*row.arguments(numbers, predict, first_step), first_step, options, stream)
 
     # Versions of the weights.
 
