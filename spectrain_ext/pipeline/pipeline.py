@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from spectrain_ext.interrupts import deferred
 from spectrain_ext.method import (
     Method,
+    MethodName,
     Window,
     find_method,
     phase_places,
@@ -53,7 +54,7 @@ from .loops import Loops, checked_batches, warn_unless_begun
 from .losses import Keep, LossFn, Result
 from .names import use_model_names
 from .passes import Pass, checked_passes, hooks
-from .phases import TrainingPhase, set_up, widest
+from .phases import ClipScope, TrainingPhase, set_up, widest
 from .processes import Processes
 from .run import Work
 from .stage import Stage
@@ -122,13 +123,13 @@ class Pipeline(Loops):
         stages: Iterable[nn.Module],
         optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
         loss_fn: LossFn,
-        method: str | Method = "auto",
+        method: MethodName | str | Method = "auto",
         devices: Sequence[torch.device | str | int] | None = None,
         scheduler: Callable[[Any], LRScheduler] | None = None,
         microbatches: int | Literal["auto"] = "auto",
         window: Window = None,
         clip_norm: float | None = None,
-        clip_scope: Literal["auto", "stage", "global"] = "auto",
+        clip_scope: ClipScope = "auto",
         master_dtype: torch.dtype | None = None,
         recompute: bool = False,
         split_dim: SplitDim = 0,
