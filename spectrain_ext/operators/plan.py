@@ -19,7 +19,7 @@ from .calls import (
 from .functions import sgd_prediction
 from .laws import Horizon, as_law
 from .numbers import Adam, horizon
-from .steps import ROLES, ROWS, StepRow
+from .steps import ROLES, ROWS
 
 _SGD, _ADAM = ROWS["sgd_step_"], ROWS["adam_step_"]
 
@@ -105,6 +105,11 @@ class Plan:
         given_grads = lists.tuple_of(grads) if grads is not None else (None,) * len(self._params)
         self._given = self._not_followed(given_grads)
         self._n_outs: int = self._native.n_outs
+        self._columns = [name for name, arrays in columns.items() if arrays is not None]
+
+    def __repr__(self) -> str:
+        lists = ", ".join([f"params: {len(self._params)}", *self._columns])
+        return f"Plan({lists}, outs: {self._n_outs})"
 
     # Predictions.
 
@@ -154,9 +159,10 @@ class Plan:
                 does not write outs[j].
             options: `grad_scale`, `found_inf`, `clip_factor`, `zero_grad`, `rounding_seed`.
         """
-        decay = weight_decay, nesterov, maximize, decoupled_weight_decay
-        numbers = (lr, momentum, dampening, *decay, smoothed)
-        self._step(_SGD, numbers, first_step, predict, stream, options)
+        first = lr, momentum, dampening, weight_decay, nesterov, maximize
+        numbers = (*first, decoupled_weight_decay, smoothed)
+        made = _SGD.arguments(numbers, self._horizons(predict), first_step)
+        self._native.step(*made, first_step, options, stream)
 
     def adam_step_(
         self,
@@ -175,22 +181,10 @@ class Plan:
         **options: Unpack[StepOptions],
     ) -> None:
         """Make a step and write predictions; see `spectrain_ext.adam_step_`, and `sgd_step_`."""
-        decay = weight_decay, step, decoupled_weight_decay, maximize
-        numbers = (lr, betas, eps, *decay, momentum_decay, mu_product)
-        self._step(_ADAM, numbers, False, predict, stream, options)
-
-    def _step(
-        self,
-        row: StepRow,
-        numbers: tuple[Any, ...],
-        first_step: bool,
-        predict: Sequence[Horizon | None],
-        stream: Any,
-        options: Any,
-    ) -> None:
-        if len(predict) > self._n_outs:
-            raise self._too_many(predict)
-        self._native.step(*row.arguments(numbers, predict, first_step), first_step, options, stream)
+        first = lr, betas, eps, weight_decay, step, decoupled_weight_decay, maximize
+        numbers = (*first, momentum_decay, mu_product)
+        made = _ADAM.arguments(numbers, self._horizons(predict), False)
+        self._native.step(*made, False, options, stream)
 
     # Versions of the weights.
 
@@ -247,9 +241,11 @@ class Plan:
             )
         return out
 
-    def _too_many(self, predict: Sequence[object]) -> ValueError:
+    def _horizons(self, predict: Sequence[Horizon | None]) -> Sequence[Horizon | None]:
+        if len(predict) <= self._n_outs:
+            return predict
         self._need_outs("predict: the plan has no outs to write predictions to")
-        return ValueError(
+        raise ValueError(
             f"predict: expected at most one entry for each of the {self._n_outs} outs, "
             f"got {len(predict)}"
         )

@@ -43,6 +43,7 @@ def test_a_plan_keeps_its_tensors_alive_until_a_refresh_replaces_them() -> None:
     alive = [weakref.ref(a) for a in arrays]
     w, v, g, kept, out = (torch.from_numpy(a) for a in arrays)
     plan = st.Plan(w, momentum_buffers=v, grads=g, stashed=kept, outs=[out])
+    assert repr(plan) == "Plan(params: 1, momentum_buffers, grads, stashed, outs: 1)"
     del arrays, w, v, g, kept, out
     gc.collect()
     assert all(r() is not None for r in alive)
