@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import starmap
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -132,6 +132,13 @@ class Method:
     otherwise: Literal["difference"] | None = None
     chunks: int = 1
     then: Phase | None = None
+
+    def __repr__(self) -> str:
+        """Show what differs from the defaults, and functions by their names."""
+        values = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
+        different = ((name, value) for name, value, default in values if value != default)
+        shown = (f"{n}={getattr(value, '__qualname__', repr(value))}" for n, value in different)
+        return f"Method({', '.join(shown)})"
 
 
 def phases_of(method: Method) -> tuple[Method, ...]:

@@ -112,6 +112,8 @@ class Pipeline(Loops):
         >>> [result.index for result in pipe.run(batches)]
         [0, 1, 2]
         >>> pipe.release()  # until then, change parameters only in place
+
+    ``print(pipe)`` shows stages, method, delays and memory; ``print(*pipe.children())`` modules.
     """
 
     _processes: Processes | None = None  # that the pipeline spans; None: only this one
@@ -630,6 +632,11 @@ class Pipeline(Loops):
                     for edge in executor.wires.local_edges:
                         edge.free_storage()
             self._executor.follow_caller()
+
+    def __repr__(self) -> str:
+        from .description import described
+
+        return described(self)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -50,6 +50,13 @@ def test_editors_know_all_names():
     assert get_args(ScheduleName) == tuple(GENERATORS)
 
 
+def test_a_method_shows_what_differs_from_the_defaults():
+    own = Method("own", "mine", law="difference", forward_horizon=delay_under, families=("sgd",))
+    shown = "law='difference', forward_horizon=delay_under, families=('sgd',)"
+    assert repr(own) == f"Method(name='own', summary='mine', {shown})"
+    assert " at 0x" not in repr(hybrid("pipedream", spectrain()))
+
+
 def test_names():
     assert methods()[:5] == ("auto", "sync", "gpipe", "1f1b", "vanilla")
     assert len(methods()) == len(set(methods())) == 34
