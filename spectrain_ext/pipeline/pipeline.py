@@ -74,7 +74,8 @@ _logger = logging.getLogger(__name__)
 class Pipeline(Loops):
     """Trains a model that is cut into stages, in one process, with several minibatches in flight.
 
-    docs/pipeline.md explains the arguments that need more than a line.
+    docs/pipeline.md explains the arguments that need more than a line. ``print(pipe)`` shows
+    stages, method, delays and memory, ``print(*pipe.children())`` the modules.
 
     Args:
         stages: the parts of the model, in order. Each takes what the previous one returned: a
@@ -112,8 +113,6 @@ class Pipeline(Loops):
         >>> [result.index for result in pipe.run(batches)]
         [0, 1, 2]
         >>> pipe.release()  # until then, change parameters only in place
-
-    ``print(pipe)`` shows stages, method, delays and memory; ``print(*pipe.children())`` modules.
     """
 
     _processes: Processes | None = None  # that the pipeline spans; None: only this one
