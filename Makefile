@@ -72,7 +72,7 @@ report: $(VENV)/.extra-bench
 lint: $(VENV)/.extra-lint spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict spectrain_ext studies
+	$(BIN)/mypy --strict spectrain_ext studies tests/helpers/typed_program.py
 	$(if $(CXX_SOURCES),$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES))
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml

@@ -32,7 +32,8 @@ from .store import Peers
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
-    from spectrain_ext.method import Window
+    from spectrain_ext.method import MethodName, Window
+    from spectrain_ext.pipeline.phases import ClipScope
 
 _made: Counter[tuple[int, ...]] = Counter()
 
@@ -95,7 +96,7 @@ class DistributedPipeline(Pipeline):
         stage: nn.Module | Sequence[nn.Module],
         optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
         loss_fn: LossFn,
-        method: str | Method = "auto",
+        method: MethodName | str | Method = "auto",
         *,
         replicas: int | Sequence[int] | None = None,
         group: dist.ProcessGroup | None = None,
@@ -104,7 +105,7 @@ class DistributedPipeline(Pipeline):
         microbatches: int | Literal["auto"] = "auto",
         window: Window = None,
         clip_norm: float | None = None,
-        clip_scope: Literal["auto", "stage", "global"] = "auto",
+        clip_scope: ClipScope = "auto",
         master_dtype: torch.dtype | None = None,
         recompute: bool = False,
         timeout: float = 300.0,

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from .formulas import delay, delay_under, recipe_clip
 from .registry import (
+    MethodName,
     find_method,
     hybrid,
     interleaved,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Method",
+    "MethodName",
     "Phase",
     "Window",
     "check",

@@ -12,13 +12,13 @@ from spectrain_ext.operators.corrections import OwnCorrection
 from spectrain_ext.schedule import Place, Replicas
 
 from .formulas import delay_under
-from .registry import find_method
+from .registry import MethodName, find_method
 from .stages import check_optimizer, family_of, microbatches_of, phase_places, rules_at
 from .value import Method, Window, phases_of, rate_at
 
 
 def check(
-    method: str | Method,
+    method: MethodName | str | Method,
     stages: int,
     *,
     microbatches: int | Literal["auto"] = "auto",

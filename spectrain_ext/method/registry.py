@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from spectrain_ext import operators
 from spectrain_ext.errors import unknown
@@ -15,6 +15,16 @@ from spectrain_ext.schedule import Law, Place
 
 from . import formulas
 from .value import Method, Phase, StageRule, phases_of
+
+#: For the completion of an editor: the names of ``methods()``.
+MethodName: TypeAlias = (
+    Literal["auto", "sync", "gpipe", "1f1b", "vanilla", "pipedream", "pipedream-vertical-sync"]
+    | Literal["pipedream-2bw", "spectrain", "spectrain-local", "spectrain-stash"]
+    | Literal["spectrain-smoothed", "second-order", "pipeoptim", "xpipe", "msnag", "msnag-stash"]
+    | Literal["lwp-v", "lwp-w", "interleaved", "interleaved-async", "wpipe", "xgrad", "zb-h1"]
+    | Literal["zb-h1-async", "sc", "sc-lwp", "error-feedback", "braking", "dc-asgd", "gap-aware"]
+    | Literal["pipemare-t1", "pipemare-t2", "pipemare"]
+)
 
 
 def spectrain(*, law: Law = "linear") -> Method:
@@ -72,8 +82,8 @@ def second_order(
 
 
 def hybrid(
-    first: str | Method = "pipedream",
-    then: str | Method = "sync",
+    first: MethodName | str | Method = "pipedream",
+    then: MethodName | str | Method = "sync",
     *,
     after: int = 1000,
 ) -> Method:
@@ -390,7 +400,7 @@ def methods() -> tuple[str, ...]:
     return tuple(_REGISTRY)
 
 
-def find_method(method: str | Method) -> Method:
+def find_method(method: MethodName | str | Method) -> Method:
     """Return the method of a name, as ``"pipedream+sync@1000"``, or a ``Method`` unchanged."""
     if isinstance(method, Method):
         return method

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import starmap
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from spectrain_ext.operators import laws
-from spectrain_ext.schedule import Backward, Generator, Law, Place, Reads
+from spectrain_ext.schedule import Backward, Generator, Law, Place, Reads, ScheduleName
 
 from .formulas import RatesByDelay, as_late, delay, none
 
@@ -21,7 +21,8 @@ WindowRule = Callable[[int, int, int], int]  # (stage k, stages N, microbatches 
 #: A window setting: None (the method's), a name, one for all stages, or one per stage.
 Window = Literal["classic", "wide"] | int | Sequence[int] | None
 
-FAMILIES = ("sgd", "adam", "adamw", "nadam", "muon")
+Family = Literal["sgd", "adam", "adamw", "nadam", "muon"]
+FAMILIES: tuple[Family, ...] = get_args(Family)
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Method:
 
     name: str
     summary: str
-    schedule: str | Generator = "1f1b-async"
+    schedule: ScheduleName | Generator = "1f1b-async"
     window: WindowRule | None = None
     forward_reads: Reads = "newest"
     law: Law | Callable[[int], laws.Law] = "linear"
@@ -124,13 +125,20 @@ class Method:
     clip: Callable[[Place], float] | None = None
     rates: Callable[[Place, int], float] | None = None
     correction: Callable[[Place], Correction | Corrected | None] | None = None
-    families: tuple[str, ...] = FAMILIES
+    families: tuple[Family, ...] = FAMILIES
     max_stages: int | None = None
     min_microbatches: StageRule | None = None
     microbatches: Callable[[int], int] | None = None
     otherwise: Literal["difference"] | None = None
     chunks: int = 1
     then: Phase | None = None
+
+    def __repr__(self) -> str:
+        """Show what differs from the defaults, and functions by their names."""
+        values = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
+        different = ((name, value) for name, value, default in values if value != default)
+        shown = (f"{n}={getattr(value, '__qualname__', repr(value))}" for n, value in different)
+        return f"Method({', '.join(shown)})"
 
 
 def phases_of(method: Method) -> tuple[Method, ...]:

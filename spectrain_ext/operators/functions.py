@@ -39,7 +39,8 @@ from .laws import Horizon, Linear, as_law
 from .library import operator
 from .numbers import Adam, Sgd, Term, horizon, learning_rate, non_negative
 
-T = TypeVar("T", Tensor, Sequence[Tensor], Any)  # Any: arrays of other frameworks
+#: A result is like the parameters; the last: arrays of other frameworks, and what may be either.
+T = TypeVar("T", Tensor, list[Tensor], Sequence[Tensor], "Tensors")
 
 
 def sgd_prediction(
@@ -150,7 +151,7 @@ def predict(
     momentum: float | None = None,
     weight_decay: float = 0.0,
     nesterov: bool = False,
-    out: T | None = None,
+    out: Tensors | None = None,
     stream: Any = None,
 ) -> T:
     """Return predicted weights, W - lr*steps*v, in `out` or in new tensors like the parameters.
@@ -173,7 +174,7 @@ def predict(
 
 
 @operator
-def stash(params: T, out: T | None = None, *, stream: Any = None) -> T:
+def stash(params: T, out: Tensors | None = None, *, stream: Any = None) -> T:
     """Return a bitwise copy of the weights, in `out` or in new tensors of the same layout.
 
     Example:
@@ -266,7 +267,7 @@ def adam_predict(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     decoupled_weight_decay: bool = False,
-    out: T | None = None,
+    out: Tensors | None = None,
     stream: Any = None,
 ) -> T:
     """Return the weights predicted `steps` updates of Adam ahead, in `out` or in new tensors.
@@ -297,7 +298,7 @@ def extrapolate(
     previous: Tensors,
     *,
     steps: float,
-    out: T | None = None,
+    out: Tensors | None = None,
     stream: Any = None,
 ) -> T:
     """Return W + steps*(W - previous): prediction by weight difference (LWP^w).

@@ -2,48 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import FunctionType
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, Unpack, cast
 
-from .calls import Gradients, Lists, Prediction, Role, Tensors, is_array, prediction
+from .calls import (
+    Gradients,
+    Lists,
+    Prediction,
+    Role,
+    StepOptions,
+    Tensors,
+    is_array,
+    prediction,
+)
 from .functions import sgd_prediction
 from .laws import Horizon, as_law
 from .numbers import Adam, horizon
 from .steps import ROLES, ROWS
 
-
-def _step(name: str) -> Callable[..., None]:
-    """Return the method that makes a step of steps.py."""
-    row = ROWS[name]
-    numbers = frozenset(row.numbers)
-
-    def method(self: Plan, **keywords: Any) -> None:
-        predict, stream = keywords.pop("predict", ()), keywords.pop("stream", None)
-        if len(predict) > self._n_outs:
-            raise self._too_many(predict)
-        first = keywords.pop("first_step", False) if "first_step" in row.keywords else False
-        options: Any = {}
-        if not numbers.issuperset(keywords):
-            options = {each: keywords.pop(each) for each in [*keywords] if each not in numbers}
-        names, values = tuple(keywords), tuple(keywords.values())
-        arguments = row.arguments(names, values, predict, first)
-        self._native.step(*arguments, first, options, stream)
-
-    horizons = row.keywords["predict"].replace(annotation="Sequence[Horizon | None]")
-    shown = {**row.keywords, "predict": horizons, "options": row.parameters["options"]}
-    plan, *_ = inspect.signature(method).parameters.values()
-    method.__name__, method.__qualname__ = name, f"Plan.{name}"
-    method.__doc__ = f"""Make a step and write predictions; see `spectrain_ext.{name}`.
-
-        Args:
-            predict: the horizon, or law of `spectrain_ext.laws`, of every output, outs[j]. None
-                does not write outs[j].
-            options: `grad_scale`, `found_inf`, `clip_factor`, `zero_grad`, `rounding_seed`.
-        """
-    vars(method)["__signature__"] = inspect.Signature([plan, *shown.values()])
-    return method
+_SGD, _ADAM = ROWS["sgd_step_"], ROWS["adam_step_"]
 
 
 class Plan:
@@ -127,6 +105,11 @@ class Plan:
         given_grads = lists.tuple_of(grads) if grads is not None else (None,) * len(self._params)
         self._given = self._not_followed(given_grads)
         self._n_outs: int = self._native.n_outs
+        self._columns = [name for name, arrays in columns.items() if arrays is not None]
+
+    def __repr__(self) -> str:
+        lists = ", ".join([f"params: {len(self._params)}", *self._columns])
+        return f"Plan({lists}, outs: {self._n_outs})"
 
     # Predictions.
 
@@ -153,8 +136,55 @@ class Plan:
 
     # Steps.
 
-    sgd_step_ = _step("sgd_step_")
-    adam_step_ = _step("adam_step_")
+    def sgd_step_(
+        self,
+        *,
+        lr: float,
+        momentum: float,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        maximize: bool = False,
+        decoupled_weight_decay: bool = False,
+        smoothed: bool = False,
+        first_step: bool = False,
+        predict: Sequence[Horizon | None] = (),
+        stream: Any = None,
+        **options: Unpack[StepOptions],
+    ) -> None:
+        """Make a step and write predictions; see `spectrain_ext.sgd_step_`.
+
+        Args:
+            predict: the horizon, or law of `spectrain_ext.laws`, of every output, outs[j]. None
+                does not write outs[j].
+            options: `grad_scale`, `found_inf`, `clip_factor`, `zero_grad`, `rounding_seed`.
+        """
+        first = lr, momentum, dampening, weight_decay, nesterov, maximize
+        numbers = (*first, decoupled_weight_decay, smoothed)
+        made = _SGD.arguments(numbers, self._horizons(predict), first_step)
+        self._native.step(*made, first_step, options, stream)
+
+    def adam_step_(
+        self,
+        *,
+        lr: float,
+        step: int,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        decoupled_weight_decay: bool = False,
+        maximize: bool = False,
+        momentum_decay: float | None = None,
+        mu_product: float = 1.0,
+        predict: Sequence[Horizon | None] = (),
+        stream: Any = None,
+        **options: Unpack[StepOptions],
+    ) -> None:
+        """Make a step and write predictions; see `spectrain_ext.adam_step_`, and `sgd_step_`."""
+        first = lr, betas, eps, weight_decay, step, decoupled_weight_decay, maximize
+        numbers = (*first, momentum_decay, mu_product)
+        made = _ADAM.arguments(numbers, self._horizons(predict), False)
+        self._native.step(*made, False, options, stream)
 
     # Versions of the weights.
 
@@ -211,9 +241,11 @@ class Plan:
             )
         return out
 
-    def _too_many(self, predict: Sequence[object]) -> ValueError:
+    def _horizons(self, predict: Sequence[Horizon | None]) -> Sequence[Horizon | None]:
+        if len(predict) <= self._n_outs:
+            return predict
         self._need_outs("predict: the plan has no outs to write predictions to")
-        return ValueError(
+        raise ValueError(
             f"predict: expected at most one entry for each of the {self._n_outs} outs, "
             f"got {len(predict)}"
         )

@@ -1,8 +1,9 @@
 """Steps of update rules: each function here is a rule's row.
 
-A row declares arguments and passes all of them on, as its `locals()`. The method of that name of a
-`Plan`, and torch's operator, follow from its signature. A new rule's hyperparameters, a subclass of
-`Hyperparameters`, may stand above its row; csrc/kernels/operations.h has the row of its kernel.
+A row declares arguments and passes all of them on, as its `locals()`. Torch's operator follows from
+its signature, and the method of that name of a `Plan` has the same keywords. A new rule's
+hyperparameters, a subclass of `Hyperparameters`, may stand above its row;
+csrc/kernels/operations.h has the row of its kernel.
 
 Arguments have these names: `params`, `grads` and the rule's state (`ROLES`), the fields of its
 hyperparameters, `predict`, `stream`, `first_step` if the rule has one, and `**options`.
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from inspect import Parameter
 from operator import itemgetter
 from typing import Any, Unpack
 
@@ -43,17 +43,14 @@ class StepRow(Row):
         self.columns = [(name, ROLES[name]) for name in self.lists[1:]]
         self.numbers = tuple(name for name in rule.__match_args__ if name in self.keywords)
         self.numbers_in = itemgetter(*self.numbers)
-        self._required = [n for n in self.numbers if self.keywords[n].default is Parameter.empty]
         self._counts = "step" in self.numbers  # no step has the numbers of the one before
 
     def arguments(
         self,
-        names: tuple[str, ...],
-        numbers: tuple[Any, ...],
+        numbers: tuple[Any, ...],  # the rule's fields, in order
         predict: Sequence[Horizon | None],
         first_step: bool,
     ) -> Step:
-        """Translate a step; hyperparameters without a name have their default values."""
         if not isinstance(first_step, bool):
             raise TypeError(f"first_step: expected a bool, got {first_step!r}")
         if (
@@ -61,24 +58,14 @@ class StepRow(Row):
             and _PLAIN.issuperset(map(type, numbers))
             and (len(predict) == 0 or _HORIZONS.issuperset(map(type, predict)))
         ):
-            return _remembered_step(self, names, numbers, tuple(predict))
-        return step_arguments([self.made(names, numbers)], _laws(predict), first_step)
-
-    def made(self, names: tuple[str, ...], numbers: tuple[Any, ...]) -> Any:
-        if names is self.numbers:  # all, in the order of the rule's fields
-            return self.rule(*numbers)
-        for name in self._required:
-            if name not in names:
-                raise TypeError(f"{name}: {self.name} needs it")
-        return self.rule(**dict(zip(names, numbers, strict=True)))
+            return _remembered_step(self, numbers, tuple(predict))
+        return step_arguments([self.rule(*numbers)], _laws(predict), first_step)
 
 
 @lru_cache(maxsize=256)
-def _remembered_step(
-    row: StepRow, names: tuple[str, ...], numbers: tuple[Any, ...], predict: tuple[Any, ...]
-) -> Step:
+def _remembered_step(row: StepRow, numbers: tuple[Any, ...], predict: tuple[Any, ...]) -> Step:
     """Cache plain numbers: most steps of a training loop have the same ones."""
-    return step_arguments([row.made(names, numbers)], _laws(predict))
+    return step_arguments([row.rule(*numbers)], _laws(predict))
 
 
 def _laws(predict: Sequence[Horizon | None]) -> list[list[Law] | None]:
@@ -97,7 +84,7 @@ def _step(row_name: str, arguments: dict[str, Any]) -> None:
     horizons = _add_outs(lists, arguments["predict"])
     plan = lists.plan()
     first = arguments.get("first_step", False)
-    step = row.arguments(row.numbers, row.numbers_in(arguments), horizons, first)
+    step = row.arguments(row.numbers_in(arguments), horizons, first)
     plan.step(*step, first, options, arguments["stream"])
     lists.bump(untouched=Role.MOMENTUM if step[0].endswith("_plain") else None)
 

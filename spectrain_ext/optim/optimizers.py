@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from spectrain_ext.operators.calls import Role
 from spectrain_ext.operators.numbers import Adam as AdamNumbers
@@ -16,7 +17,7 @@ from .base import PredictingOptimizer
 from .state import Group, Rule, betas_of, plain, rate_of
 
 # Options of SGD that torch's does not have.
-_EXTRAS = {"smoothed": False, "decoupled_weight_decay": False}
+_EXTRAS = ("smoothed", "decoupled_weight_decay")
 
 
 def _sgd_numbers(group: Group) -> Sgd:
@@ -68,12 +69,9 @@ ADAM = Rule(
 _NADAM = replace(ADAM, numbers=_nadam_numbers, scalars={"step": 0.0, "mu_product": 1.0})
 
 
-def _signature(torch_class: type[torch.optim.Optimizer], **added: Any) -> inspect.Signature:
-    """Return the arguments of torch's class, and keywords with their default values."""
-    arguments = inspect.signature(torch_class)
-    kind = inspect.Parameter.KEYWORD_ONLY
-    keywords = [inspect.Parameter(name, kind, default=added[name]) for name in added]
-    return arguments.replace(parameters=[*arguments.parameters.values(), *keywords])
+def _passed(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return a constructor's ``locals()`` without what is not an argument."""
+    return {name: arguments[name] for name in arguments if name not in ("self", "__class__")}
 
 
 class SGD(PredictingOptimizer, torch.optim.SGD):
@@ -127,12 +125,28 @@ class SGD(PredictingOptimizer, torch.optim.SGD):
     """
 
     _rule = _SGD
-    __signature__ = _signature(torch.optim.SGD, momentum_dtype=None, **_EXTRAS)
 
-    def __init__(self, *args: Any, **more: Any) -> None:
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        momentum_dtype: torch.dtype | None = None,
+        smoothed: bool = False,
+        decoupled_weight_decay: bool = False,
+    ) -> None:
+        arguments = _passed(locals())
         # Only where they are asked for: by default the groups' keys are torch's.
-        asked = [key for key in _EXTRAS if more.pop(key, False)]
-        super().__init__(*args, **more)
+        asked = [key for key in _EXTRAS if arguments.pop(key)]
+        super().__init__(**arguments)
         self.defaults.update(dict.fromkeys(asked, True))
         self._complete_groups()
         for index in range(len(self.param_groups)):
@@ -192,7 +206,25 @@ class Adam(PredictingOptimizer, torch.optim.Adam):
     """
 
     _rule = ADAM
-    __signature__ = _signature(torch.optim.Adam, momentum_dtype=None)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        momentum_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(**_passed(locals()))
 
 
 class AdamW(PredictingOptimizer, torch.optim.AdamW):
@@ -207,7 +239,24 @@ class AdamW(PredictingOptimizer, torch.optim.AdamW):
     """
 
     _rule = ADAM
-    __signature__ = _signature(torch.optim.AdamW, momentum_dtype=None)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        momentum_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(**_passed(locals()))
 
 
 class NAdam(PredictingOptimizer, torch.optim.NAdam):
@@ -221,4 +270,21 @@ class NAdam(PredictingOptimizer, torch.optim.NAdam):
     """
 
     _rule = _NADAM
-    __signature__ = _signature(torch.optim.NAdam, momentum_dtype=None)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 2e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        momentum_decay: float = 4e-3,
+        decoupled_weight_decay: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        momentum_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(**_passed(locals()))

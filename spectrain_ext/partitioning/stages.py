@@ -88,6 +88,10 @@ class Partition:
     def __len__(self) -> int:
         return len(self.stages)
 
+    def __repr__(self) -> str:
+        settings = f", settings={self.settings}" if self.settings else ""
+        return f"Partition({len(self)} stages{settings})\n{self.cut}"
+
     @property
     def loss_fn(self) -> OwnLoss:
         """A Hugging Face model's own loss of ``(output, batch)``.

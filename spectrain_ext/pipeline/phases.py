@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,10 @@ from .ties import Copy, copies_in
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
+
+
+#: Whose gradient norm clips.
+ClipScope = Literal["auto", "stage", "global"]
 
 
 class TrainingPhase(NamedTuple):
@@ -55,7 +59,7 @@ def set_up(
     scheduler: Callable[[Any], LRScheduler] | None,
     master_dtype: torch.dtype | None,
     clip_norm: float | None,
-    clip_scope: str,
+    clip_scope: ClipScope,
 ) -> tuple[list[TrainingPhase], list[StageWeights | None]]:
     """Return the method's phases, and each stage's weights; None: it has nothing to train."""
     phases = [
@@ -108,10 +112,10 @@ def widest(places: Sequence[Sequence[Place]]) -> list[Place]:
 # Clipping.
 
 
-def clips_globally(method: Method, clip_norm: float | None, clip_scope: str) -> bool:
+def clips_globally(method: Method, clip_norm: float | None, clip_scope: ClipScope) -> bool:
     """Whether a phase clips by the gradient norm of all stages together."""
-    if clip_scope not in ("auto", "stage", "global"):
-        raise ValueError(f"clip_scope: expected 'auto', 'stage' or 'global', got {clip_scope!r}")
+    if clip_scope not in get_args(ClipScope):
+        raise ValueError(f"clip_scope: expected one of {get_args(ClipScope)}, got {clip_scope!r}")
     if clip_scope == "auto":
         return clip_norm is not None and flushes(method.schedule)
     if clip_scope == "global" and not flushes(method.schedule):

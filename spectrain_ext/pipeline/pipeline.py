@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from spectrain_ext.interrupts import deferred
 from spectrain_ext.method import (
     Method,
+    MethodName,
     Window,
     find_method,
     phase_places,
@@ -53,7 +54,7 @@ from .loops import Loops, checked_batches, warn_unless_begun
 from .losses import Keep, LossFn, Result
 from .names import use_model_names
 from .passes import Pass, checked_passes, hooks
-from .phases import TrainingPhase, set_up, widest
+from .phases import ClipScope, TrainingPhase, set_up, widest
 from .processes import Processes
 from .run import Work
 from .stage import Stage
@@ -73,7 +74,8 @@ _logger = logging.getLogger(__name__)
 class Pipeline(Loops):
     """Trains a model that is cut into stages, in one process, with several minibatches in flight.
 
-    docs/pipeline.md explains the arguments that need more than a line.
+    docs/pipeline.md explains the arguments that need more than a line. ``print(pipe)`` shows
+    stages, method, delays and memory, ``print(*pipe.children())`` the modules.
 
     Args:
         stages: the parts of the model, in order. Each takes what the previous one returned: a
@@ -122,13 +124,13 @@ class Pipeline(Loops):
         stages: Iterable[nn.Module],
         optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
         loss_fn: LossFn,
-        method: str | Method = "auto",
+        method: MethodName | str | Method = "auto",
         devices: Sequence[torch.device | str | int] | None = None,
         scheduler: Callable[[Any], LRScheduler] | None = None,
         microbatches: int | Literal["auto"] = "auto",
         window: Window = None,
         clip_norm: float | None = None,
-        clip_scope: Literal["auto", "stage", "global"] = "auto",
+        clip_scope: ClipScope = "auto",
         master_dtype: torch.dtype | None = None,
         recompute: bool = False,
         split_dim: SplitDim = 0,
@@ -671,6 +673,11 @@ class Pipeline(Loops):
                 "one process give the uncut model and pipe.optimizers"
             )
         return {}
+
+    def __repr__(self) -> str:
+        from .description import described
+
+        return described(self)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

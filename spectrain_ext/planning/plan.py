@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from spectrain_ext.codecs import Codec, Codecs, codecs_of
 from spectrain_ext.files import finite, replace_file
-from spectrain_ext.method import Method, chunks_of, find_method
+from spectrain_ext.method import Method, MethodName, chunks_of, find_method
 from spectrain_ext.partitioning.cut import PLAN_FORMAT
 from spectrain_ext.partitioning.profile import check_number, one_each
 from spectrain_ext.schedule import flushes
@@ -239,7 +239,7 @@ def plan(
     speed: float | Sequence[float] | None = None,
     replicas: int | None = None,
     cores: int | None = None,
-    methods: Sequence[str | Method] = METHODS,
+    methods: Sequence[MethodName | str | Method] = METHODS,
     state: int = 1,
     codec: Codec | Codecs | None = None,
 ) -> Plan:

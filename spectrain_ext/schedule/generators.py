@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count, takewhile
+from typing import Literal
 
 from spectrain_ext.errors import unknown
 
@@ -109,6 +110,7 @@ def zero_bubble(place: Place) -> Iterator[Instruction]:
                 yield from forward(place, i, q)
 
 
+ScheduleName = Literal["1f1b-async", "gpipe", "1f1b", "zb-h1", "zb-h1-async"]
 GENERATORS: dict[str, Generator] = {
     "1f1b-async": asynchronous,
     "gpipe": gpipe,

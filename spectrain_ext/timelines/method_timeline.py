@@ -6,6 +6,7 @@ from typing import Literal
 
 from spectrain_ext.method import (
     Method,
+    MethodName,
     Window,
     chunks_of,
     find_method,
@@ -30,7 +31,7 @@ _LOADS = (Kind.LOAD_FORWARD, Kind.LOAD_BACKWARD, Kind.LOAD_BACKWARD_INPUT)
 
 
 def simulate_method(
-    method: str | Method,
+    method: MethodName | str | Method,
     stages: int,
     minibatches: int,
     *,
@@ -122,7 +123,7 @@ def devices_under(method: str | Method, stages: int) -> list[int] | None:
 
 
 def instructions_of(
-    method: str | Method,
+    method: MethodName | str | Method,
     stages: int,
     stage: int,
     minibatches: int,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from oracle.schedules import CHUNKED
 
 from spectrain_ext.method import (
     Method,
+    MethodName,
     Phase,
     check,
     delay_under,
@@ -32,7 +33,28 @@ from spectrain_ext.method import (
     spectrain,
 )
 from spectrain_ext.optim import SGD, SOAP, AdamW, Muon
-from spectrain_ext.schedule import Place, Replicas, Rules, count_stage, takes_window
+from spectrain_ext.schedule import (
+    GENERATORS,
+    Place,
+    Replicas,
+    Rules,
+    ScheduleName,
+    count_stage,
+    takes_window,
+)
+
+
+def test_editors_know_all_names():
+    literals = [get_args(each) for each in get_args(MethodName)]
+    assert sorted(itertools.chain(*literals)) == sorted(methods())
+    assert get_args(ScheduleName) == tuple(GENERATORS)
+
+
+def test_a_method_shows_what_differs_from_the_defaults():
+    own = Method("own", "mine", law="difference", forward_horizon=delay_under, families=("sgd",))
+    shown = "law='difference', forward_horizon=delay_under, families=('sgd',)"
+    assert repr(own) == f"Method(name='own', summary='mine', {shown})"
+    assert " at 0x" not in repr(hybrid("pipedream", spectrain()))
 
 
 def test_names():

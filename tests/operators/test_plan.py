@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import weakref
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -25,12 +26,24 @@ _SGD = laws.Sgd(0.1, 0.9)
 _ADAM = laws.Adam(0.01, step=4)
 
 
+@pytest.mark.parametrize("name", ["sgd_step_", "adam_step_"])
+def test_a_step_of_a_plan_has_the_keywords_of_the_function(name: str) -> None:
+    method, function = (signature(getattr(owner, name)).parameters for owner in (st.Plan, st))
+    keywords = [p for p in function.values() if p.kind is not p.POSITIONAL_OR_KEYWORD]
+    (_, *mine), theirs = (
+        [(p.name, p.kind, p.default, p.annotation) for p in each if p.name != "predict"]
+        for each in (method.values(), keywords)
+    )
+    assert mine == theirs
+
+
 def test_a_plan_keeps_its_tensors_alive_until_a_refresh_replaces_them() -> None:
     """Observed through the numpy arrays that own the tensors' memory."""
     arrays = [np.full(5000, float(k), dtype=np.float32) for k in range(5)]
     alive = [weakref.ref(a) for a in arrays]
     w, v, g, kept, out = (torch.from_numpy(a) for a in arrays)
     plan = st.Plan(w, momentum_buffers=v, grads=g, stashed=kept, outs=[out])
+    assert repr(plan) == "Plan(params: 1, momentum_buffers, grads, stashed, outs: 1)"
     del arrays, w, v, g, kept, out
     gc.collect()
     assert all(r() is not None for r in alive)

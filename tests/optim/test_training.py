@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import io
 import weakref
 from collections.abc import Callable
@@ -39,6 +40,16 @@ def test_it_is_a_torch_optimizer_with_the_same_groups(name: str) -> None:
     model = nn.Linear(3, 2)
     named = cases.made(name, model.named_parameters())
     assert named.state_dict()["param_groups"][0]["param_names"] == ["weight", "bias"]
+
+
+@cases.every_rival
+def test_it_takes_torchs_arguments_in_their_order_and_then_its_own(name: str) -> None:
+    ours, theirs = (
+        [(p.name, p.kind, p.default) for p in inspect.signature(made).parameters.values()]
+        for made in (getattr(st.optim, name), getattr(torch.optim, name))
+    )
+    assert ours[: len(theirs)] == theirs
+    assert {kind for _, kind, _ in ours[len(theirs) :]} == {inspect.Parameter.KEYWORD_ONLY}
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ def test_stages_compute_what_the_model_does_and_are_its_own(cut: Any) -> None:
 def test_a_partition_says_where_it_cut_and_trains() -> None:
     parts = st.partition(layers(4, 4, 4, 4, 4), 3, torch.randn(2, 4), profile=taking(2, 1, 1, 2))
     assert parts.cut.ends == (1, 3, 4)
+    assert repr(parts) == f"Partition(3 stages)\n{parts.cut}"
     assert [s.blocks.start for s in parts.cut.stages] == [0, 1, 3]
     assert len(parts) == 3
     pipe = st.Pipeline(parts, sgd, LOSS)

@@ -271,3 +271,47 @@ def test_a_pipeline_that_is_dropped_is_freed_at_once(method):
         assert live() == before
     finally:
         gc.enable()
+
+
+# What a pipeline shows
+
+
+def shown(pipe, minibatches, state=""):
+    """Check the lines for a pipeline of few stages; return its table without spaces."""
+    head, method, *table = repr(pipe).splitlines()
+    assert head == f"Pipeline(stages 0 to 2 of 3, minibatches: {minibatches}{state})"
+    assert method.startswith("spectrain: 1 microbatch a minibatch")
+    while table[0].split()[0] != "stage":  # the description takes several lines
+        table.pop(0)
+    return [line.split() for line in table[1:]]
+
+
+def test_it_says_what_it_is_before_in_and_after_runs_failures_and_release():
+    pipe = st.Pipeline(tanh_stages(3), sgd(), mse, "spectrain")
+    before, expected = shown(pipe, 0), pipe.predicted_memory()
+    for k, (place, memory, stage) in enumerate(
+        zip(pipe.places, expected, pipe.children(), strict=True)
+    ):
+        size = sum(p.numel() for p in stage.parameters())
+        late, mib = place.window - 1, f"{memory.weight_bytes / 2**20:.3g}"
+        numbers = [k, "cpu", f"{size:,}", place.window, late, memory.versions, mib]
+        assert before[k][:7] == [str(number) for number in numbers]
+    run = pipe.run(batches(9))
+    for _ in range(2):
+        next(run)
+    assert shown(pipe, 4, ", in a run") == before
+    run.close()
+    assert shown(pipe, pipe.minibatches) == before and pipe.minibatches == 4
+    with pytest.raises(st.StageError):
+        pipe.fit([(torch.ones(4, 77), torch.ones(4, 1))])
+    assert shown(pipe, pipe.minibatches) == before
+    pipe.release()
+    assert shown(pipe, pipe.minibatches) == before
+    assert "Linear" in "".join(map(repr, pipe.children()))
+
+
+def test_only_the_first_and_the_last_of_many_stages_are_shown():
+    lines = repr(st.Pipeline(tanh_stages(12), sgd(), mse, "gpipe")).splitlines()
+    assert [line.split()[0] for line in lines[3:]] == ["0", "1", "2", "3", "...", "9", "10", "11"]
+    unmade = st.Pipeline.__new__(st.Pipeline)
+    assert repr(unmade) == "Pipeline(its constructor has not ended)"

@@ -1,5 +1,7 @@
 """Tests that the project's files agree with each other and with the installation."""
 
+import ast
+import inspect
 import os
 import re
 import sys
@@ -8,6 +10,9 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
+from helpers import typed_program
+from torch import nn
 
 import spectrain_ext as st
 
@@ -77,3 +82,47 @@ def test_the_changelog_has_this_version_on_top() -> None:
     assert first == ("Unreleased", "")
     assert second[0] == PROJECT["project"]["version"] == st.__version__
     assert re.fullmatch(r" - \d{4}-\d\d-\d\d", second[1])
+
+
+def _public() -> dict[str, ast.FunctionDef]:
+    """Return the functions, constructors and methods of all public names, as they are written."""
+    rooms = [st, *(getattr(st, name) for name in ("checkpoint", "optim", "partitioning", "passes"))]
+    things = {name: getattr(room, name) for room in rooms for name in room.__all__}
+    found = {}
+    for name, thing in things.items():
+        if not inspect.isclass(thing) and not inspect.isfunction(thing):
+            continue
+        (node,) = ast.parse(inspect.getsource(inspect.unwrap(thing))).body
+        members = node.body if isinstance(node, ast.ClassDef) else [node]
+        for member in members:
+            if isinstance(member, ast.FunctionDef) and not re.match("_(?!_init__)", member.name):
+                found[f"{name}.{member.name}"] = member
+    return found
+
+
+#: What is torch's to declare, or takes anything: arguments of a module's and an optimizer's base,
+#: and of a prediction's hyperparameters, which its rule checks.
+_ANYTHING = {
+    *(f"Plan.{name}" for name in ("predict", "predict_", "stash_predict_")),
+    *("Pipeline.state_dict", "PredictingOptimizer.__init__"),
+}
+
+
+def test_public_functions_declare_their_arguments() -> None:
+    """An editor shows nothing of ``*args: Any``; mypy has seen to the other types."""
+    functions = _public()
+    assert len(functions) > 100
+    anything = {
+        name
+        for name, function in functions.items()
+        for arg in (function.args.vararg, function.args.kwarg)
+        if arg is not None and ast.unparse(arg.annotation or ast.Name("Any")) == "Any"
+    }
+    assert anything == _ANYTHING
+
+
+def test_a_program_with_the_types_that_an_editor_shows_runs() -> None:
+    weight = torch.ones(2)
+    typed_program.operators(weight, [torch.ones(1, 2)], nn.Linear(2, 1, bias=False), weight)
+    typed_program.optimizers(nn.Linear(2, 2))
+    typed_program.program()
