@@ -68,6 +68,13 @@ class AverageWeights(Pass):
                 f"AverageWeights: stages[{stage.index}] has no replicas here; expected "
                 "DistributedPipeline(..., replicas=...)"
             )
+        if getattr(stage.weights and stage.weights.updater, "has_modes", False):
+            kind = type(stage.weights.optimizer).__name__
+            raise ValueError(
+                f"AverageWeights: stages[{stage.index}] has a {kind}, whose train() and eval() "
+                "change the weights; replicas would average those for training alone; take an "
+                "optimizer without modes, or sum gradients by leaving AverageWeights out"
+            )
         return processes.exchange
 
     @property
