@@ -141,9 +141,7 @@ class StepGuard:
     def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
         self._attributes: dict[str, Any] = getattr(optimizer, "__dict__", {})
         self._scheduler = scheduler
-        self._refused = {
-            name: refuse for name, refuse in _REFUSED.items() if hasattr(optimizer, name)
-        }
+        self._refused = {k: call for k, call in _REFUSED.items() if hasattr(optimizer, k)}
         self._before: tuple[dict[str, Any], type] | None = None  # while the guard is put
 
     def put(self) -> None:
