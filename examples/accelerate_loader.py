@@ -34,7 +34,7 @@ pipe = st.Pipeline(
     devices=[accelerator.device] * 4,
 )
 for epoch in range(args.epochs):
-    (loss,) = pipe.fit(loader)
+    (loss,) = pipe.fit(loader, progress=True)
     accelerator.print(f"epoch {epoch}: {loss:.3f}")
 args.out.mkdir(parents=True, exist_ok=True)
 accelerator.save(pipe.state_dict(), args.out / "model.safetensors", safe_serialization=True)

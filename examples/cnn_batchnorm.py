@@ -52,7 +52,8 @@ pipe = st.Pipeline(
     loss_fn=nn.functional.cross_entropy,
     devices=args.devices,
 )
-losses = pipe.fit(DataLoader(train, 48, shuffle=True, drop_last=True), epochs=args.epochs)
+loader = DataLoader(train, 48, shuffle=True, drop_last=True)
+losses = pipe.fit(loader, epochs=args.epochs, progress=True)
 print("mean loss of each epoch:", *(f"{loss:.3f}" for loss in losses))
 
 

@@ -46,7 +46,7 @@ def train(method: str | st.Method, epochs: int) -> tuple[float, float]:
         loss_fn=nn.functional.cross_entropy,
         method=method,
     )
-    *_, loss = pipe.fit(DataLoader(train, 24, shuffle=True), epochs=epochs)
+    *_, loss = pipe.fit(DataLoader(train, 24, shuffle=True), epochs=epochs, progress=True)
     scores = pipe.evaluate(DataLoader(test, 64), {"accuracy": accuracy})
     return loss, scores["accuracy"]
 

@@ -48,6 +48,6 @@ pipe = st.Pipeline(
     optimizer=lambda parameters: Lion(parameters, lr=3e-4, weight_decay=0.1),
     loss_fn=nn.functional.cross_entropy,
 )
-losses = pipe.fit(DataLoader(data, 48, shuffle=True), epochs=args.epochs)
+losses = pipe.fit(DataLoader(data, 48, shuffle=True), epochs=args.epochs, progress=True)
 print("mean loss of each epoch:", *(f"{loss:.3f}" for loss in losses))
 print("state of", len(pipe.optimizers[0].state), "parameters of stage 0 is Lion's own")

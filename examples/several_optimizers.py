@@ -58,5 +58,6 @@ pipe = st.Pipeline(
     nn.functional.cross_entropy,
     method=st.spectrain(law="difference"),
 )
-for epoch, loss in enumerate(pipe.fit(DataLoader(data, 48, shuffle=True), args.epochs)):
+losses = pipe.fit(DataLoader(data, 48, shuffle=True), args.epochs, progress=True)
+for epoch, loss in enumerate(losses):
     print(f"epoch {epoch}: {loss:.3f}")

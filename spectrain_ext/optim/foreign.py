@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from weakref import WeakMethod
 
 import torch
@@ -99,6 +99,27 @@ class Foreign(Ordered):
 
     def step(self) -> None:
         """Run the optimizer's step on the true weights."""
+        with self._on_true_weights("step"), self._scaled_rates():
+            self._optimizer.step()
+
+    def set_mode(self, mode: Literal["train", "eval"]) -> None:
+        """Call the optimizer's ``train`` or ``eval``, if it has both, on the true weights.
+
+        Schedule-Free optimizers train one sequence of weights and evaluate another; the calls turn
+        one into the other in place.
+        """
+        if self.has_modes:
+            with self._on_true_weights(mode):
+                getattr(self._optimizer, mode)()
+
+    @property
+    def has_modes(self) -> bool:
+        """Whether the optimizer has different weights for training and evaluation."""
+        modes = (getattr(self._optimizer, mode, None) for mode in ("train", "eval"))
+        return all(map(callable, modes))
+
+    @contextmanager
+    def _on_true_weights(self, doing: str) -> Iterator[None]:
         # Parameters and true weights may each be in any of several buffers.
         at = id(self._master), *(p.data_ptr() for p in self._params)  # an empty one has none: 0
         if at not in self._known:
@@ -108,18 +129,19 @@ class Foreign(Ordered):
             for weights in all_weights:
                 weights.enter()
             try:
-                with versions_preserved(self._params), self._scaled_rates():
-                    self._optimizer.step()
+                with versions_preserved(self._params):
+                    yield
             except BaseException as error:
                 error.add_note(
-                    f"the step of {type(self._optimizer).__name__} was cut short: of the stage's "
-                    "true weights and optimizer state some may have been updated and others not"
+                    f"the {doing} of {type(self._optimizer).__name__} was cut short: of the "
+                    "stage's true weights and optimizer state some may have been updated and "
+                    "others not"
                 )
                 raise
         finally:
             for k in [k for k, weights in enumerate(all_weights) if not weights.leave()]:
                 raise RuntimeError(
-                    f"{type(self._optimizer).__name__}: its step gave parameter {k} data of "
+                    f"{type(self._optimizer).__name__}: its {doing} gave parameter {k} data of "
                     f"another shape than {tuple(self._params[k].shape)}; that one was not updated"
                 )
 

@@ -126,7 +126,7 @@ class SaveGuard:
 
 
 class StepGuard:
-    """Makes ``step`` and ``zero_grad`` of an optimizer, and its scheduler's ``step``, raise.
+    """Makes an optimizer's ``step``, ``zero_grad`` and modes, and its scheduler's ``step``, raise.
 
     Not by hooks, which ``zero_grad`` and schedulers do not have. Attributes of the optimizer shadow
     its class's methods; a scheduler, whose ``state_dict`` has all its attributes, gets a subclass.
@@ -135,13 +135,14 @@ class StepGuard:
     def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
         self._attributes: dict[str, Any] = getattr(optimizer, "__dict__", {})
         self._scheduler = scheduler
+        self._refused = {k: call for k, call in _REFUSED.items() if hasattr(optimizer, k)}
         self._before: tuple[dict[str, Any], type] | None = None  # while the guard is put
 
     def put(self) -> None:
         held, scheduler = self._attributes, self._scheduler
         kind: Any = type(scheduler)
-        self._before = {name: held[name] for name in _REFUSED if name in held}, kind
-        held.update(_REFUSED)
+        self._before = {name: held[name] for name in self._refused if name in held}, kind
+        held.update(self._refused)
         if scheduler is not None:
             with suppress(TypeError):  # of a class that allows no such subclass
                 scheduler.__class__ = _refusing(kind)
@@ -151,7 +152,7 @@ class StepGuard:
         if self._before is None:
             return
         attributes, kind = self._before
-        for name in _REFUSED:
+        for name in self._refused:
             self._attributes.pop(name, None)
         self._attributes.update(attributes)
         if self._scheduler is not None:
@@ -168,7 +169,7 @@ def refuse_call(name: str, *_: object, **__: object) -> NoReturn:
 
 
 # Methods, as torch's schedulers expect when they wrap an optimizer's ``step``.
-_REFUSED = {name: MethodType(refuse_call, name) for name in ("step", "zero_grad")}
+_REFUSED = {name: MethodType(refuse_call, name) for name in ("step", "zero_grad", "train", "eval")}
 
 
 @lru_cache(maxsize=64)

@@ -68,6 +68,14 @@ class AverageWeights(Pass):
                 f"AverageWeights: stages[{stage.index}] has no replicas here; expected "
                 "DistributedPipeline(..., replicas=...)"
             )
+        weights = stage.weights
+        if weights is not None and getattr(weights.updater, "has_modes", False):
+            kind = type(weights.optimizer).__name__
+            raise ValueError(
+                f"AverageWeights: stages[{stage.index}] has a {kind}, whose train() and eval() "
+                "change the weights; replicas would average those for training alone; take an "
+                "optimizer without modes, or sum gradients by leaving AverageWeights out"
+            )
         return processes.exchange
 
     @property

@@ -151,6 +151,7 @@ class Source:
 
     def begin(self, batches: Iterator[object], stop: Callable[[], None]) -> None:
         self._batches, self._stop, self._left = batches, stop, False
+        self.samples = 0  # of this run
 
     def leave(self) -> None:
         """Take no further batch in this run."""
@@ -169,7 +170,9 @@ class Source:
             return
         parts = self._split(batch, i)
         count = len(parts)
-        weights = self._weights([part.samples for part in parts], batch)
+        sizes = [part.samples for part in parts]
+        self.samples += sum(sizes)
+        weights = self._weights(sizes, batch)
         for part, weight, edge in zip(parts, weights, self._inputs, strict=False):
             send_batch(edge, part.input, self._batch, Header(count, weight, part.samples))
         for edge, numbers in self._targets.items():

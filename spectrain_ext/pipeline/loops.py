@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
-from itertools import islice
+from itertools import accumulate, pairwise
 from math import isfinite, nan
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
@@ -139,9 +139,9 @@ class Loops(nn.Module):
             callbacks: each is called with every ``Result``, in order, as soon as ``run`` yields it.
             trace: as for ``run``.
             keep: as for ``run``.
-            progress: shows a bar with the minibatches, a recent loss, the speed and, if
-                ``len(batches)`` is known, the time left, where stderr is a terminal. With several
-                processes rank 0 shows it, with a loss under ``ShareLoss``.
+            progress: where stderr is a terminal, shows minibatches, time left, a recent loss, rate,
+                gradient norm and speed, and a line for each epoch that ends; see docs/loops.md.
+                With several processes rank 0 shows it, with losses under ``ShareLoss``.
 
         Returns:
             The mean loss of every epoch over its minibatches, weighted by ``count`` where there is
@@ -179,7 +179,8 @@ class Loops(nn.Module):
             if progress and not getattr(self, "rank", 0):  # one of several processes shows it
                 from spectrain_ext.extras import progress_of
 
-                called.insert(0, stack.enter_context(progress_of(own_batches, epochs)))
+                shown = progress_of(self, own_batches, epochs, begun, losses.mean)
+                called.insert(0, stack.enter_context(shown))
             run = stack.enter_context(closing(self.run(of_epochs, trace=trace, keep=keep)))
             for result in run:
                 losses.add(result)
@@ -272,15 +273,16 @@ class _Losses:
             self._counts.append(1.0 if count is None else float(count))
         del self._waiting[:number]
 
-    def means(self, lengths: Sequence[int]) -> list[float]:
+    def mean(self, first: int, end: int) -> float:
+        """Return the mean loss from one minibatch to before another; nan if nothing counts."""
         self._ask(len(self._waiting))
-        known = zip(self._losses, self._counts, strict=True)
-        means = []
-        for length in lengths:
-            counted = [(loss, count) for loss, count in islice(known, length) if count]
-            total = sum(count for _, count in counted)
-            means.append(sum(loss * count for loss, count in counted) / total if total else nan)
-        return means
+        known = zip(self._losses[first:end], self._counts[first:end], strict=True)
+        counted = [(loss, count) for loss, count in known if count]
+        total = sum(count for _, count in counted)
+        return sum(loss * count for loss, count in counted) / total if total else nan
+
+    def means(self, lengths: Sequence[int]) -> list[float]:
+        return [self.mean(*ends) for ends in pairwise(accumulate(lengths, initial=0))]
 
 
 # A run that is never started.

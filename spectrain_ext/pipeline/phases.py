@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from spectrain_ext.errors import placed
 from spectrain_ext.method import Method, check_optimizer, factor_of, phases_of, rules_at
@@ -229,7 +230,8 @@ def make_scheduler(
             f"scheduler: for stages[{k}] it made a {type(made).__name__} of another optimizer; "
             "make it of the one that the function gets"
         )
-    _check_step("scheduler", made, k)
+    if not isinstance(made, ReduceLROnPlateau):  # the caller steps that one, between runs
+        _check_step("scheduler", made, k)
     return made
 
 

@@ -84,7 +84,7 @@ class Pipeline(Loops):
         loss_fn: ``(output, target) -> loss``, a 0-d mean over samples, or a pair (sum, count).
         method: a name from ``methods()``, or a ``Method``.
         devices: one per stage; the stages are moved there. None: where their parameters are.
-        scheduler: makes a learning-rate scheduler from an optimizer; it steps after each update.
+        scheduler: makes an optimizer's scheduler; it steps after updates, ReduceLROnPlateau by you.
         microbatches: parts that a minibatch is split into. ``"auto"``: the method's usual number.
         window: how many microbatches stage k of N may have in flight: ``"classic"``, N - k;
             ``"wide"``, 2*(N - k) - 1; a number; or one per stage. None: the method's own.

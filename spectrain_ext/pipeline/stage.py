@@ -75,6 +75,7 @@ class Stage:
         self.guarded: list[nn.Parameter] = []  # in a run: all that learn
         self._aside: list[tuple[nn.Parameter, Tensor]] = []  # gradients, between two results
         self._undone_before = 0  # by the training that this one continues
+        self.clipped: Tensor | None = None  # the norm that was clipped last, on ``predict``
         self.peak = 0  # the most microbatches in flight at once, in any run
         self.in_place: bool | None = None  # whether the module modifies its input; None: unknown
         self.passes = [each.on(self, processes) for each in passes]

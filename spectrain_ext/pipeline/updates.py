@@ -106,6 +106,7 @@ class Updates:
         self._stage, self._cursor, self._clipping, self.norm = stage, cursor, clipping, norm
         self.divisors: dict[int, Tensor] = {}  # by minibatch, where losses are sums
         self.divisor: Tensor | None = None  # of the last update
+        stage.clipped = None
         self._gradients_read: tuple[Event, list[Tensor | None]] | None = None
 
     def handlers(self) -> dict[Kind, Handler]:
@@ -158,6 +159,7 @@ class Updates:
                 norm = gradient_norm(weights.params, stage.device)
             # Multiplies by min(1, max_norm / (norm + 1e-6)), without a CPU wait.
             nn.utils.clip_grads_with_norm_(weights.params, max_norm, norm)
+        stage.clipped = norm
 
     def _update(self, i: int, j: int) -> None:
         """Step the optimizer, unless a pass skips that; write the next forward's weights."""

@@ -9,6 +9,7 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from spectrain_ext.operators.laws import Linear, SecondOrder
 from spectrain_ext.optim import PredictingOptimizer
@@ -64,6 +65,8 @@ class StageWeights:
         self.optimizer = optimizer
         self.updater = updater_of(optimizer)
         self.scheduler = scheduler
+        # After each update, unless the caller steps it with a metric between runs.
+        self._stepped = None if isinstance(scheduler, ReduceLROnPlateau) else scheduler
         self.guard = StepGuard(optimizer, scheduler)
         self._factor = factor
         self.minibatches = 0  # of training so far
@@ -268,11 +271,11 @@ class StageWeights:
         if written is not None and room is not None and written.rates not in (None, after):
             room.content = None  # the next forward will ask for other rates
         self.minibatches += 1
-        if self.scheduler is not None:
-            self.scheduler.step()
+        if self._stepped is not None:
+            self._stepped.step()
         if self._factor is not None:
             self._scale_rates()
-        if storage.predicts and (self.scheduler is not None or self._factor is not None):
+        if storage.predicts and (self._stepped is not None or self._factor is not None):
             self.rates_move = _rates(self.updater, self.optimizer) != after
         self.drop_gradients()
 

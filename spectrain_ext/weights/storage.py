@@ -224,6 +224,8 @@ class Storage:
                 now = self.home.flat.views[p]
                 same = true.to(now.dtype) == now
                 true.copy_(torch.where(same, true, now.to(true.dtype)))
+        if not isinstance(self.optimizer, PredictingOptimizer):
+            self.optimizer.set_mode("train")
         if self._before is not None:
             self.copy(self.true.flat, self._before)
         self._running = True
@@ -231,9 +233,13 @@ class Storage:
     def end(self) -> None:
         """Put the true weights into the home buffer, and the parameters there."""
         # Without a begin, the home buffer already has them.
-        if self._running and self.true is not self.home:
-            self.keep_true(self.home)
-        self._running = False
+        try:
+            if self._running and not isinstance(self.optimizer, PredictingOptimizer):
+                self.optimizer.set_mode("eval")
+        finally:
+            if self._running and self.true is not self.home:
+                self.keep_true(self.home)
+            self._running = False
         if not self.in_place():  # some have left, or an exception interrupted ``point``
             for p in self._parameters_here():
                 p.data = self.home.flat.views[p]

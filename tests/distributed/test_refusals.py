@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.foreign_optimizers import ScheduleFree
 from helpers.passes import with_passes
 from helpers.ranks import run_ranks
 from helpers.replica_programs import averaging, data, mse, sgd, stages
@@ -141,6 +142,10 @@ ROWS = {
         # Averaging
         (alike(averages, 1), "AverageWeights: needs the same number of replicas of every stage"),
         (alike(averages, method="sync", **CLIPPED), "AverageWeights: clip_scope='global'"),
+        (
+            alike(averages, optimizer=ScheduleFree),
+            "AverageWeights: stages[0] has a ScheduleFree, whose train() and eval() change",
+        ),
         (
             differ(averages, averaging=STRENGTHS),
             "passes: rank 0 has '[AverageWeights(averaging=E",

@@ -20,6 +20,7 @@ from helpers.checkpoint_cases import (
     weights,
 )
 from torch.distributed import distributed_c10d
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import spectrain_ext as st
 from spectrain_ext.checkpoint import (
@@ -49,7 +50,10 @@ def stage_of(rank, seed):
     def optimizer(params):
         return st.optim.SGD(params, lr=0.05 * (rank + 1), momentum=0.9)
 
-    return st.DistributedPipeline(part, optimizer, LOSS, timeout=60.0)
+    def plateau(optimizer):
+        return ReduceLROnPlateau(optimizer, "max", factor=0.5, patience=0)
+
+    return st.DistributedPipeline(part, optimizer, LOSS, scheduler=plateau, timeout=60.0)
 
 
 def stages(rank, ranks, path):
@@ -57,6 +61,8 @@ def stages(rank, ranks, path):
     refuse_pickles()
     pipe, sampler = stage_of(rank, 1), ShuffledSampler(10, 2)
     list(pipe.run(batches(1, 1)))
+    data = batches(1, 1) if rank == 0 else None
+    pipe.schedulers[0].step(pipe.evaluate(data)["loss"])
     torch.manual_seed(rank)
     save(f"{path}/c", pipe, minibatches=3, sampler=sampler)
     expected = torch.rand(2)
@@ -67,8 +73,14 @@ def stages(rank, ranks, path):
     assert torch.equal(torch.rand(2), expected)
     same(everything(other), everything(pipe))
     assert other.optimizers[0].param_groups[0]["lr"] == 0.05 * (rank + 1)
+    total = sum(p.double().sum().item() for p in pipe.parameters())
+    for each in (pipe, other):  # a lower metric is a worse one, on every rank and after loading
+        list(each.run(batches(1, 1)))
+        each.schedulers[0].step(each.evaluate(data)["loss"])
+        assert each.optimizers[0].param_groups[0]["lr"] == 0.025 * (rank + 1)
+    same(everything(other), everything(pipe))
     save(f"{path}/alone{rank}", model())  # by this process alone
-    return sum(p.double().sum().item() for p in pipe.parameters())
+    return total
 
 
 def adapters(rank, ranks, path):

@@ -33,6 +33,39 @@ class Lion(ByParameter):
         average.lerp_(p.grad, 1 - second)
 
 
+class ScheduleFree(ByParameter):
+    """SGD whose modes change the weights in place (Defazio et al., 2024), by its definition.
+
+    ``p`` is y, at which gradients are taken, in training, and the average x in evaluation.
+    """
+
+    def __init__(self, params, lr=0.05, beta=0.9):
+        super().__init__(params, {"lr": lr, "beta": beta, "train_mode": False})
+
+    @torch.no_grad()
+    def _move(self, trains: bool) -> None:
+        for group in self.param_groups:
+            weight = 1 - group["beta"] if trains else 1 - 1 / group["beta"]
+            for p in group["params"]:
+                if "z" in self.state[p] and group["train_mode"] != trains:
+                    p.lerp_(self.state[p]["z"], weight)
+            group["train_mode"] = trains
+
+    def train(self) -> None:
+        self._move(True)
+
+    def eval(self) -> None:
+        self._move(False)
+
+    def update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        assert group["train_mode"]
+        z = state.setdefault("z", p.clone())
+        state["count"] = state.get("count", 0) + 1
+        x = p.lerp(z, 1 - 1 / group["beta"])
+        z.sub_(p.grad, alpha=group["lr"])
+        p.copy_(x.lerp_(z, 1 / state["count"]).lerp_(z, 1 - group["beta"]))
+
+
 class Replacing(torch.optim.Optimizer):
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})
@@ -199,6 +232,7 @@ FOREIGN = {
     "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.02),
     "Lion": lambda p: Lion(p, lr=0.003, weight_decay=0.01),
+    "ScheduleFree": ScheduleFree,
     "Replacing": lambda p: Replacing(p, lr=0.05),
     "Whitened": lambda p: Whitened(p, lr=0.02),
     "Muon": muon_and_adamw,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from helpers.covering import Axes
+from helpers.foreign_optimizers import ScheduleFree
 from helpers.random_settings import FLUSHING
 from helpers.replica_programs import steps
 from helpers.ways import WAYS, travelling
@@ -210,9 +211,8 @@ class Case:
             smoothed = self.name == "spectrain-smoothed"
             more = {"momentum": 0.9, "weight_decay": 0.01, "smoothed": smoothed}
             return st.optim.SGD(params, lr=0.03, **more)
-        return {"Adam": st.optim.Adam, "RMSprop": torch.optim.RMSprop}[self.optimizer](
-            params, lr=0.005
-        )
+        kinds = {"Adam": st.optim.Adam, "RMSprop": torch.optim.RMSprop, "modes": ScheduleFree}
+        return kinds[self.optimizer](params, lr=0.005)
 
     def batches(self, sizes: Sequence[int], seed: int = 11) -> list[Any]:
         g = torch.Generator().manual_seed(seed)
@@ -351,6 +351,7 @@ def train(pipe: st.Pipeline, case: Case, feeds: bool) -> dict[Any, Any]:
     given = case.batches((6, 6, 6)) if feeds else None
     means = pipe.fit(given, 2, [lambda result: seen.append(result.index)])
     assert seen == list(range(6))
+    trained = {key: value.clone() for key, value in pipe.state_dict().items()}
     measure(test, metrics)
     pipe.eval()
     with torch.no_grad():
@@ -367,6 +368,7 @@ def train(pipe: st.Pipeline, case: Case, feeds: bool) -> dict[Any, Any]:
         k = place.stage
         found[k] = {
             "state": {key: v.clone() for key, v in state.items() if key.startswith(f"{k}.")},
+            "trained": {key: v for key, v in trained.items() if key.startswith(f"{k}.")},
             "optimizer": opt.state_dict()["state"],
             "random": numbers.states(),
             "skipped": skipped,

@@ -12,6 +12,9 @@ If a minibatch's loss is not finite and is skipped, version i + 1 of every stage
 gradients of some stages are not finite, this holds for the last of these and all before it, or for
 all stages under a schedule that flushes.
 
+An optimizer with modes, such as a Schedule-Free one, makes version 0 of a run by ``train()``, and
+the weights after it by ``eval()``.
+
 A parameter shared by several stages belongs to the first one. On the others, both forward and
 backward of a microbatch use the weights of its forward on the first, and their gradients are added
 to those of the first.
@@ -111,6 +114,7 @@ class Oracle:
     def run_alone(self, batches):
         n, m = len(self.stages), self.microbatches
         self.windows = [self.window_at(k) for k in range(n)]
+        self.set_mode("train")
         minibatches = [cut(batch, m, self.split_dim) for batch in batches]
         counts = [len(parts) for parts in minibatches]
         self.read = [self.versions_read(k, counts) for k in range(n)]
@@ -130,10 +134,16 @@ class Oracle:
             stale = [self.backward_weights(i, last, k) for k in range(n)]
             self.update(total, stale, self.left_out(total, loss) if self.skips else ())
             yield loss
+        self.set_mode("eval")
         for k in range(n):
-            self.put(k, [row.weight for row in self.versions[k][-1]])
+            self.put(k, self.true[k])
             for p, home, r in self.copies[k]:
-                p.data.copy_(self.versions[home][-1][r].weight)
+                p.data.copy_(self.true[home][r])
+
+    def set_mode(self, mode):
+        """Let optimizers that have modes put the weights for it in place."""
+        for optimizer in self.optimizers:
+            getattr(optimizer, mode, lambda: None)()
 
     def window_at(self, k):
         """Return the window of the current phase."""

@@ -15,6 +15,7 @@ import torch
 from helpers.pipeline_cases import batches, every_method, float64, losses, mse, sgd, tanh_stages  # noqa: F401
 from helpers.random_modules import Function
 from torch import nn
+from torch.nn.utils import get_total_norm
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 import spectrain_ext as st
@@ -135,10 +136,22 @@ def test_progress_in_a_terminal(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("spectrain_ext.extras.perf_counter", itertools.count().__next__)
-    pipe, data = st.Pipeline(tanh_stages(2), sgd(), mse), batches(3)
-    pipe.fit(data, progress=True)
-    last = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue().rpartition("━")[2])
-    assert re.match(r" 3/3 loss [0-9.]+  [0-9.e+]+/s ", last)
+    pipe, data = st.Pipeline(tanh_stages(2), sgd(), mse, clip_norm=1e-9), batches(3, size=4)
+    means = pipe.fit(data, epochs=2, progress=True)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue())
+    last = " ".join(text.rpartition("━")[2].split())  # over two lines
+    number = r"([0-9.,e+-]+)"
+    fields = rf"2/2 loss {number} lr 0.05 norm {number} {number}/s {number} samples/s"
+    shown = re.fullmatch(rf"6/6 0:00:00 {fields}", last.replace(",", ""))
+    loss, norm, speed, samples = map(float, shown.groups())
+    before, latest = (mse(pipe(x), y) for x, y in data[1:])  # such steps change no digit shown
+    latest.backward()
+    assert loss == pytest.approx(before.item(), rel=1e-3)
+    total = get_total_norm([p.grad for p in pipe.parameters()])
+    assert norm == pytest.approx(total.item(), rel=0.01)
+    assert samples == pytest.approx(4 * speed, rel=0.02)
+    lines = re.findall(r"epoch (\d)/2  mean loss (\S+)  \d+ s\n", text)
+    assert lines == [(str(n + 1), f"{mean:.4g}") for n, mean in enumerate(means)]
     assert "\x1b[?25l" in terminal.getvalue()  # the cursor is hidden, and is there again at the end
     assert terminal.getvalue().endswith("\x1b[?25h")
     with pytest.raises(ZeroDivisionError):

@@ -10,9 +10,11 @@ from helpers.foreign_optimizers import FOREIGN, PECULIAR, Bare, Replacing, Toget
 from helpers.pipeline_cases import batches, close, losses, mse, sgd, tanh_stages, torch_sgd
 from helpers.random_settings import definition_of, method_of
 from oracle.definition import Oracle
+from safetensors.torch import load_file
 from torch import nn
 
 import spectrain_ext as st
+from spectrain_ext.checkpoint import save
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -98,6 +100,36 @@ def test_a_wrapper_that_has_nothing_of_torchs(kind):
         pipe.release()
         found[-1] += losses(pipe, data[5:])
     assert found[0] == found[1]
+
+
+def test_modes_that_change_the_weights(tmp_path):
+    """Between runs all see the weights of evaluation; runs and evaluations change only modes."""
+    stages, data = tanh_stages(2), batches(6)
+    whole = nn.Sequential(*copy.deepcopy(stages))
+    optimizer = FOREIGN["ScheduleFree"](list(whole.parameters()))
+    pipe = st.Pipeline(stages, FOREIGN["ScheduleFree"], mse, "sync", microbatches=1)
+    other = st.Pipeline(copy.deepcopy(stages), FOREIGN["ScheduleFree"], mse, "sync", microbatches=1)
+    for part in (data[:3], data[3:]):
+        optimizer.train()
+        for (x, y), _ in zip(part, pipe.run(part), strict=True):
+            optimizer.zero_grad()
+            mse(whole(x), y).backward()
+            optimizer.step()
+            close([*pipe.state_dict().values()], [*whole.state_dict().values()])
+            with pytest.raises(RuntimeError, match="eval: a run of the pipeline has not ended"):
+                pipe.optimizers[0].eval()
+        trained = [value.clone() for value in whole.state_dict().values()]
+        optimizer.eval()
+        expected = [*whole.state_dict().values()]
+        assert not torch.allclose(trained[0], expected[0], rtol=1e-3)
+        close([*pipe.state_dict().values()], expected)
+        losses(other, part)
+        assert other.evaluate(data)["loss"] == pytest.approx(
+            sum(mse(whole(x), y).item() for x, y in data) / 6
+        )
+        save(tmp_path / "weights", other, only_model=True, overwrite=True)
+        close(load_file(tmp_path / "weights" / "model.safetensors"), dict(pipe.state_dict()))
+    assert all(map(torch.equal, pipe.state_dict().values(), other.state_dict().values()))
 
 
 @pytest.mark.parametrize(

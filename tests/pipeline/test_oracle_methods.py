@@ -5,16 +5,27 @@ The settings are a covering array: ``oracle.cases`` lists the pairs that it must
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import hypothesis.strategies as some
 import pytest
-from helpers.pipeline_cases import Compared, batches, every_method, examples, mse, sgd, tanh_stages
+from helpers.pipeline_cases import (
+    Compared,
+    batches,
+    every_method,
+    examples,
+    losses,
+    mse,
+    sgd,
+    tanh_stages,
+)
 from helpers.random_settings import method_of
 from hypothesis import example, given
 from oracle.cases import AXES, FAMILY_OF, MODELS, OPTIMIZERS, RATES, REFUSED, Case
 from oracle.methods import METHODS, Definition
 from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 import spectrain_ext as st
 from spectrain_ext.method import Method, find_method
@@ -72,6 +83,42 @@ def test_many_settings(method):
     for seed in range(100):
         more = {"stages": 8} if seed % 10 == 0 and method != "xgrad" else {}
         compare(Case(**AXES.drawn(seed, method=method, **more)))
+
+
+@every_method
+def test_momentum_that_cycles_with_the_rate(method):
+    def both(optimizer):
+        return OneCycleLR(optimizer, max_lr=0.05, total_steps=14)
+
+    compared = Compared(tanh_stages(3), method, scheduler=both)
+    for count in (6, 3):
+        compared.run(batches(count))
+        found, expected = compared.pipe.optimizers[0], compared.oracle.optimizers[0]
+        momentum = found.param_groups[0]["momentum"]
+        assert momentum == expected.param_groups[0]["momentum"] != 0.9
+
+
+@every_method
+def test_rates_that_a_metric_reduces_between_runs(method):
+    def plateau(optimizer):
+        return ReduceLROnPlateau(optimizer, "max", factor=0.5, patience=0)
+
+    stages, data = tanh_stages(3), batches(9)
+    measured, by_hand = (
+        st.Pipeline(copy.deepcopy(stages), sgd(), mse, method, scheduler=scheduler)
+        for scheduler in (plateau, None)
+    )
+    for first, rate in ((0, 0.05), (3, 0.05), (6, 0.025)):
+        assert [o.param_groups[0]["lr"] for o in measured.optimizers] == [rate] * 3
+        for optimizer in by_hand.optimizers:
+            optimizer.param_groups[0]["lr"] = rate
+        assert losses(measured, data[first : first + 3]) == losses(by_hand, data[first : first + 3])
+        loss = measured.evaluate(data)["loss"]  # falls, which is worse
+        for each in measured.schedulers:
+            each.step(loss)
+    with pytest.raises(RuntimeError, match="step: a run of the pipeline has not ended"):
+        for _ in measured.run(data):
+            measured.schedulers[0].step(0.0)
 
 
 @every_method

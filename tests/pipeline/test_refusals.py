@@ -14,12 +14,19 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_module
 from torch.nn.functional import mse_loss
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import LRScheduler, StepLR
 
 import spectrain_ext as st
 from spectrain_ext.method import find_method
 
 T, V = TypeError, ValueError
+
+
+class Measured(LRScheduler):
+    def step(self, metrics):
+        """Take a metric, as ReduceLROnPlateau does, which is another class."""
+
+    def _initial_step(self): ...
 
 
 def refused(error, match, stages=None, optimizer=None, loss_fn=mse, **more):
@@ -163,7 +170,7 @@ MADE = r"scheduler: for stages\[0\] it made a "
         ({"scheduler": lambda o: None}, T, MADE + "NoneType, expected"),
         ({"scheduler": lambda o: o}, T, MADE + "SGD, expected a learning-rate"),
         ({"scheduler": lambda o: SCHEDULER}, V, MADE + "StepLR of another optimizer"),
-        ({"scheduler": ReduceLROnPlateau}, V, MADE + r"Red.*, whose step\(\) needs metrics"),
+        ({"scheduler": Measured}, V, MADE + r"Measured, whose step\(\) needs metrics; the"),
     ],
 )
 def test_functions(arguments, error, match):
