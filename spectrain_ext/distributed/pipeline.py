@@ -18,7 +18,8 @@ from spectrain_ext.method import Method, find_method
 from spectrain_ext.passes import averagers
 from spectrain_ext.pipeline.batch import SplitDim
 from spectrain_ext.pipeline.evaluation import minibatches
-from spectrain_ext.pipeline.loops import checked_batches, share_of
+from spectrain_ext.pipeline.fitting import share_of
+from spectrain_ext.pipeline.loops import checked_batches
 from spectrain_ext.pipeline.losses import Keep, LossFn, Result
 from spectrain_ext.pipeline.observer import Observer
 from spectrain_ext.pipeline.passes import Pass, checked_passes

@@ -19,7 +19,7 @@ from torch.nn.utils import get_total_norm
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 import spectrain_ext as st
-from spectrain_ext.pipeline import loops
+from spectrain_ext.pipeline import fitting
 
 
 @every_method
@@ -74,7 +74,7 @@ def shards():
 
 def test_what_takes_a_part_of_the_samples_is_found():
     for loader, expected in shards():
-        assert loops.share_of(loader) == expected
+        assert fitting.share_of(loader) == expected
 
 
 class Once:
@@ -106,7 +106,7 @@ def test_what_fit_refuses(arguments, error, said):
 
 
 def test_means_of_losses_that_are_asked_for_in_time_or_no_number(monkeypatch, caplog):
-    monkeypatch.setattr("spectrain_ext.pipeline.loops._FETCHED_AT_ONCE", 2)
+    monkeypatch.setattr("spectrain_ext.pipeline.fitting._FETCHED_AT_ONCE", 2)
     pipe, data = st.Pipeline(tanh_stages(2), sgd(lr=0.0), mse), batches(7)
     assert pipe.fit(data) == [pytest.approx(sum(map(float, losses(pipe, data))) / 7)]
     assert caplog.text == ""
@@ -135,7 +135,7 @@ def test_progress_in_a_terminal(monkeypatch):
     monkeypatch.setattr("sys.stderr", terminal := Terminal())
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr("spectrain_ext.extras.perf_counter", itertools.count().__next__)
+    monkeypatch.setattr("spectrain_ext.pipeline.fitting.perf_counter", itertools.count().__next__)
     pipe, data = st.Pipeline(tanh_stages(2), sgd(), mse, clip_norm=1e-9), batches(3, size=4)
     means = pipe.fit(data, epochs=2, progress=True)
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue())
