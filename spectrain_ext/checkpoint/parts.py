@@ -17,7 +17,7 @@ from spectrain_ext.errors import differing, kind_of
 from spectrain_ext.passes import AverageWeights, averagers
 from spectrain_ext.pipeline.names import bare, full_names
 from spectrain_ext.pipeline.pipeline import Pipeline
-from spectrain_ext.pipeline.ties import Copy, names_of
+from spectrain_ext.pipeline.ties import Copy, copies_in, names_of
 from spectrain_ext.rng import StageRandom
 
 from .documents import Json, Keep, dtype_of, encode
@@ -144,7 +144,7 @@ def parts_of(
     averaged = averagers(stages)
     replica, replicas = 0, 1
     if isinstance(target, DistributedPipeline):
-        replica, replicas = target.replica, target.replicas[target.first_stage]
+        replica, replicas = target.replica, target.replicas[stages[0].index]
     elif averaged:
         raise ValueError(
             "a pipeline that is averaged side by side with others has a part of the state; "
@@ -164,7 +164,7 @@ def parts_of(
     for stage in stages:
         k, module, weights = stage.index, stage.module, stage.weights
         names = _names(module, f"{k}.")
-        copies = target.copied(k).values()
+        copies = copies_in(target._copies, k).values()
         tied = {names[key]: names_elsewhere(copy) for copy in copies for key in copy.names}
         buffers = getattr(module, "copied_buffers", ())  # that an earlier stage saves
         for key, name in names.items():

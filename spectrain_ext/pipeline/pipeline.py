@@ -59,7 +59,7 @@ from .processes import Processes
 from .run import Work
 from .stage import Stage
 from .tape import ModuleModes
-from .ties import Copy, copies_in, copies_of
+from .ties import copies_of
 from .wires import Wires
 
 if TYPE_CHECKING:
@@ -593,11 +593,6 @@ class Pipeline(Loops):
     def _rules(self) -> list[Rules]:
         return self._entered.rules
 
-    @property
-    def first_stage(self) -> int:
-        """The index of the first stage of this process."""
-        return self._executor.stages[0].index
-
     def masters(self, bind: bool = False) -> dict[Tensor, Tensor]:
         """Return the master weights that ``master_dtype`` made wider, by parameter.
 
@@ -613,10 +608,6 @@ class Pipeline(Loops):
         if bind:
             self._executor.follow_caller()
         return masters
-
-    def copied(self, stage: int) -> dict[nn.Parameter, Copy]:
-        """Return a stage's parameters that are copies of parameters which another stage trains."""
-        return copies_in(self._copies, stage)
 
     def check_drained(self, what: str) -> None:
         """Raise RuntimeError if a run has not ended; the message begins with ``what``."""
