@@ -145,6 +145,7 @@ class Reader(ABC, Generic[W]):
         self._reads_newest = rules.forward_reads == "newest"
         ahead = rules.forward_horizon
         self._horizon = None if ahead == "counted" else ahead + rules.lead
+        self._past = 0 if self._reads_newest else self._horizon or 0  # the same, of older versions
         self._by_step = rules.by_step
         self._stashes = rules.backward == "stash"
         self._backward_horizon = rules.backward_horizon if rules.backward == "predict" else 0
@@ -168,7 +169,7 @@ class Reader(ABC, Generic[W]):
         elif self._reads_newest:
             weights = self.written or self._ahead(self.version, i)
         else:
-            weights = self._weights(self._read_older(i, j))
+            weights = self._weights(self._read_older(i, j), self._past)
         if self._stashes:
             self._in_flight[i, j] = weights
             self.hold(weights)
@@ -249,5 +250,9 @@ class Reader(ABC, Generic[W]):
             weights in self._wants
             or (self.retains and weights in self._newest)
             or weights == self.written
-            or (not self._reads_newest and weights[0] >= self._oldest and not weights[1])
+            or (
+                not self._reads_newest
+                and weights[0] >= self._oldest
+                and weights == self._weights(weights[0], self._past)
+            )
         )

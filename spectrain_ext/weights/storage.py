@@ -230,6 +230,7 @@ class Storage:
 
     def end(self) -> None:
         """Put the true weights into the home buffer, and the parameters there."""
+        self._forget()
         # Without a begin, the home buffer already has them.
         if self._running and self.true is not self.home:
             self.keep_true(self.home)
@@ -240,7 +241,6 @@ class Storage:
             self.bound = self.home
         elif self.bound is not self.home:
             self.point(self.home)
-        self._forget()
 
     def _forget(self) -> None:
         for buffer in self.pool:
@@ -262,8 +262,8 @@ class Storage:
             self.copy(self.true.flat, self._before)
 
     def keep_true(self, buffer: VersionBuffer) -> None:
-        """Copy the true weights to a buffer; without a master, the next update is made there."""
-        self.copy(self.true.flat, buffer.flat)
+        """Write a buffer's content, or the true weights; without a master, updates go there."""
+        self.write(buffer.content or Content(0), buffer)
         if self.master is None:
             self.true = buffer
             self.optimizer.update_in(buffer.flat.views)

@@ -320,7 +320,7 @@ OF_ADAM = dataclasses.replace(find_method("vanilla"), name="own", families=("ada
         ),
         *(
             (name, 2, {"optimizer": Muon([torch.zeros(2, 2)])}, f"Muon, and method '{name}' is de")
-            for name in ("sc", "error-feedback", "braking")
+            for name in ("sc", "braking")
         ),
         ("spectrain", 2, {"optimizer": torchs(torch.optim.Muon)}, r"use spectrain_ext.optim.Muon"),
         ("pipedream-2bw", 4, {"microbatches": 3}, "at least 4 microbatches"),
