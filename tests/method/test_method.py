@@ -248,6 +248,9 @@ def in_line(place: Place) -> int:
     return place.stage
 
 
+_OLDER = {"forward_reads": "entry"}
+
+
 @pytest.mark.parametrize(
     ("changed", "match"),
     [
@@ -268,8 +271,9 @@ def in_line(place: Place) -> int:
         ({"backward": "reload"}, "backward of 'own': expected one of current, predict, stash"),
         ({"forward_reads": "oldest"}, "forward_reads of 'own': expected one of newest, entry"),
         ({"families": ("sgd", "lion")}, "families of 'own': expected one of .*got 'lion'"),
-        ({"forward_reads": "entry", "forward_horizon": in_line}, "1 of 3: .*'entry' reads an olde"),
-        ({"forward_reads": "entry", "once": True}, "once of 'own' at stage 0"),
+        ({**_OLDER, "forward_horizon": in_line}, "1 of 3: .*'entry' reads an .*law='difference'"),
+        ({**_OLDER, "law": "difference", "forward_horizon": "counted"}, "'entry' reads an older"),
+        ({**_OLDER, "once": True}, "once of 'own' at stage 0"),
         ({"forward_reads": "previous"}, "window of 'own' at stage 0 .*at most microbatches . 1"),
         ({"law": "second-order", "forward_horizon": "counted"}, "the step writes a second-order"),
         ({"max_stages": 2}, "'own' is defined for at most 2 stages, got 3"),
