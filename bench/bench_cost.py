@@ -185,7 +185,6 @@ class Moved(st.Observer):
 
             setattr(owner, name, call)
 
-        counted(storage, "keep_true", lambda buffer: _COPY)
         counted(storage, "write", self._written)
         counted(weights.updater, "write_with_next_step", lambda sink, law=0: int(sink is not None))
         counted(weights.updater, "step", lambda: _STEP[self._optimizer])

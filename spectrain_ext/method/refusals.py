@@ -248,8 +248,9 @@ def _contradictions(method: Method, rules: Rules) -> Iterator[tuple[str, str]]:
         yield "lead", f"only the second-order law has one, expected 0, got {rules.lead}"
     if rules.forward_reads != "newest":
         reads = f"forward_reads={rules.forward_reads!r}"
-        if rules.forward_horizon != 0 or rules.lead:
-            why = "reads an older version, whose momentum is gone; expected 0"
+        counted = rules.forward_horizon == "counted"
+        if rules.lead or counted or (rules.forward_horizon and rules.law != "difference"):
+            why = "reads an older version, whose momentum is gone; expected 0, or law='difference'"
             yield "forward_horizon", f"{reads} {why}"
         if rules.once:
             yield "once", f"needs forward_reads='newest', got {rules.forward_reads!r}"

@@ -342,10 +342,9 @@ _ROWS: tuple[Method | tuple[str, Callable[[], Method]], ...] = (
     _like(
         _2BW,
         "error-feedback",
-        "pipedream-2bw, and a step makes up for what the one before has missed (2606.30634)",
-        # Every stage is late by one.
-        correction=lambda place: operators.corrections.ErrorFeedback(),
-        families=("sgd", "adam", "adamw"),
+        "pipedream-2bw, W moves by 2*d - d_before: a step moves U, W = U + d_before (2606.30634)",
+        law="difference",
+        forward_horizon=lambda place: 1,
     ),
     _like(
         _PIPEDREAM,

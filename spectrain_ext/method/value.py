@@ -64,7 +64,7 @@ class Method:
             and M is one replica's share.
         forward_reads: the version that a forward starts from. ``"newest"``: all updates so far;
             ``"entry"``: stage 0's when it began the microbatch (vertical sync); ``"previous"``:
-            version i - 1 for minibatch i (PipeDream-2BW).
+            version i - 1 for minibatch i (PipeDream-2BW). The difference law predicts these too.
         law: the prediction law. ``"linear"``, ``"geometric"`` and ``"second-order"`` are those of
             ``spectrain_ext.laws``. ``"difference"`` is ``W + s*(W - W_before)`` with the weights
             before the last update. ``"average"``, for ``backward="predict"`` only, looks back, to

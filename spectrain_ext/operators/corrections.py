@@ -217,40 +217,6 @@ class SpikeCompensation(Correction):
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorFeedback(Correction):
-    """Makes up for what the previous update has missed, for a delay of one update.
-
-    W' = W - lr*(2*u' - u), u the previous update, 0 at first (arXiv 2606.30634). SGD: u is the
-    momentum, whose old value follows from the new one: v = (v' - gain*d)/mu. Adam: u is
-    m_hat/(sqrt(u_hat) + eps), both with the present denominator, because the old one is gone. Not
-    for Nesterov, dampening or NAdam.
-
-    Example:
-        >>> feedback = lambda place: st.corrections.ErrorFeedback()
-        >>> method = st.Method("mine", "feedback", correction=feedback, families=("sgd", "adam"))
-    """
-
-    def sgd(self, numbers: Sgd) -> Term:
-        mu, plain = numbers.momentum, numbers.term()
-        if mu == 0.0:
-            raise ValueError("momentum: error feedback needs one, which tells the update before")
-        if numbers.nesterov or numbers.dampening != 0.0:
-            raise ValueError("nesterov, dampening: error feedback is not defined with them")
-        return Term(plain.keep, numbers.lr * (2.0 - 1.0 / mu), numbers.lr * numbers.gain / mu)
-
-    def adam(self, numbers: Adam) -> Term:
-        beta1, plain = numbers.betas[0], numbers.term()
-        if numbers.momentum_decay is not None:
-            raise ValueError("NAdam: error feedback is not defined for it")
-        if beta1 == 0.0:
-            raise ValueError("betas[0]: error feedback needs one, which tells the update before")
-        # The first step has no previous update and no bias to correct.
-        before = 0.0 if numbers.step == 1 else numbers.lr / (1.0 - beta1 ** (numbers.step - 1))
-        momentum = 2.0 * plain.momentum - before / beta1
-        return Term(plain.keep, momentum, before * (1.0 - beta1) / beta1, plain.root)
-
-
-@dataclass(frozen=True, slots=True)
 class AdaptiveBraking(Correction):
     """Shrinks gradients along the momentum and grows those against it.
 

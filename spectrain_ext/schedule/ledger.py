@@ -206,10 +206,10 @@ class Ledger(Reader[Pair]):
         if self.written is not None:
             others.add(self.written)
         if not self._reads_newest:  # a later forward may read any of them
-            if loaded == now and not self._reads_master:
+            if loaded == (self.version, self._past) and (self._past or not self._reads_master):
                 self._copied = self.version
             end = max(self.version, self._copied + 1)
-            others.update((version, 0) for version in range(self._oldest, end))
+            others.update((version, self._past) for version in range(self._oldest, end))
         if self._reads_master:
             others.discard(now)
         exist = self._besides + len(self._wants) + sum(other not in self._wants for other in others)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import exp
+from sys import maxsize
 from typing import Any, Generic, Literal, TypeVar
 
 from .instructions import Instruction, Kind
@@ -145,6 +146,7 @@ class Reader(ABC, Generic[W]):
         self._reads_newest = rules.forward_reads == "newest"
         ahead = rules.forward_horizon
         self._horizon = None if ahead == "counted" else ahead + rules.lead
+        self._past = 0 if self._reads_newest else self._horizon or 0  # the same, for older versions
         self._by_step = rules.by_step
         self._stashes = rules.backward == "stash"
         self._backward_horizon = rules.backward_horizon if rules.backward == "predict" else 0
@@ -155,7 +157,7 @@ class Reader(ABC, Generic[W]):
         self._in_flight: dict[tuple[int, int], W] = {}  # weights for their backwards
         self._wants: Counter[W] = Counter()
         self._first: tuple[int, W] | None = None  # minibatch and its weights, with ``once``
-        self._oldest = 0  # version that a later forward may read
+        self._oldest = maxsize if self._reads_newest else 0  # version a later forward may read
         self._newest: list[W | None] = [None, None]  # of a forward, of a backward
 
     @abstractmethod
@@ -168,7 +170,7 @@ class Reader(ABC, Generic[W]):
         elif self._reads_newest:
             weights = self.written or self._ahead(self.version, i)
         else:
-            weights = self._weights(self._read_older(i, j))
+            weights = self._weights(self._read_older(i, j), self._past)
         if self._stashes:
             self._in_flight[i, j] = weights
             self.hold(weights)
@@ -249,5 +251,5 @@ class Reader(ABC, Generic[W]):
             weights in self._wants
             or (self.retains and weights in self._newest)
             or weights == self.written
-            or (not self._reads_newest and weights[0] >= self._oldest and not weights[1])
+            or (weights[0] >= self._oldest and weights == self._weights(weights[0], self._past))
         )

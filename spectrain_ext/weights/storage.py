@@ -232,6 +232,7 @@ class Storage:
 
     def end(self) -> None:
         """Put the true weights into the home buffer, and the parameters there."""
+        self._forget()
         # Without a begin, the home buffer already has them.
         try:
             if self._running and not isinstance(self.optimizer, PredictingOptimizer):
@@ -246,7 +247,6 @@ class Storage:
             self.bound = self.home
         elif self.bound is not self.home:
             self.point(self.home)
-        self._forget()
 
     def _forget(self) -> None:
         for buffer in self.pool:
@@ -268,8 +268,8 @@ class Storage:
             self.copy(self.true.flat, self._before)
 
     def keep_true(self, buffer: VersionBuffer) -> None:
-        """Copy the true weights to a buffer; without a master, the next update is made there."""
-        self.copy(self.true.flat, buffer.flat)
+        """Write a buffer's content, or the true weights; without a master, updates go there."""
+        self.write(buffer.content or Content(0), buffer)
         if self.master is None:
             self.true = buffer
             self.optimizer.update_in(buffer.flat.views)

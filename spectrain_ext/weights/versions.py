@@ -96,7 +96,7 @@ class Versions(Reader[Content]):
         left_out: bool = False,  # whether it changes no weights
     ) -> Update:
         """Return the buffers of an update; from here on, its version is the newest."""
-        storage, true = self._storage, Content(self.version)
+        storage, true = self._storage, self._weights(self.version, self._past)
         stale = None if self._stale is None else self.find(self._stale)
         if left_out:  # the last step's prediction, if it cannot be computed again
             forward = None

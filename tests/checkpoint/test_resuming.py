@@ -21,14 +21,14 @@ from spectrain_ext.checkpoint import load, save
 SIMPLE = {
     "synchronous": ["sync", "interleaved", "zb-h1"],
     "stale": ["vanilla", "interleaved-async", "zb-h1-async", "pipedream", "wpipe"],
-    "predicting by differences": ["lwp-w"],
+    "predicting by differences": ["lwp-w", "error-feedback"],
 }
 METHODS = {
     **SIMPLE,
     "predicting": ["spectrain", "second-order"],
     "correcting": ["dc-asgd", "pipemare"],
     "correcting by its own state": ["gap-aware"],
-    "correcting momentum": ["sc-lwp", "error-feedback", "braking"],
+    "correcting momentum": ["sc-lwp", "braking"],
     "changing": ["spectrain+sync@3", "sync+pipedream@2"],
 }
 

@@ -138,7 +138,7 @@ class RandomOptimizer:
             return kind
         if named & SGD_ONLY:
             return "st.SGD"
-        return program.pick(*[k for k in SAME if "error-feedback" not in named or k != "st.NAdam"])
+        return program.pick(*SAME)
 
     @staticmethod
     def _fits(row, named, exactly):
@@ -146,8 +146,7 @@ class RandomOptimizer:
         return not (
             ("spectrain-smoothed" in named and "smoothed" not in row)
             or (named & {*MOMENTUM, *SGD_ONLY} and row.get("momentum") == 0.0)
-            or (named & {"sc", "sc-lwp", "error-feedback"} and "nesterov" in row)
-            or ("error-feedback" in named and "dampening" in row)
+            or (named & {"sc", "sc-lwp"} and "nesterov" in row)
             # the definition's first change is the whole momentum, the package's is zero
             or (named & SECOND_ORDER and "dampening" in row and not exactly)
         )

@@ -23,8 +23,8 @@ HYBRIDS = (
 # Their requirements on the package's optimizers; the others take any optimizer.
 MOMENTUM = {
     *("spectrain", "spectrain-local", "spectrain-stash", "spectrain-smoothed", "second-order"),
-    *("pipeoptim", "xpipe", "msnag", "msnag-stash", "lwp-v", "xgrad", "sc-lwp", "error-feedback"),
-    *("braking", "gap-aware"),
+    *("pipeoptim", "xpipe", "msnag", "msnag-stash", "lwp-v", "xgrad", "sc-lwp", "braking"),
+    "gap-aware",
 }
 OURS = {*MOMENTUM, "sc", "dc-asgd"}
 SGD_ONLY = {"spectrain-smoothed", "sc", "sc-lwp", "braking"}

@@ -291,7 +291,7 @@ FAMILIES: dict[str, tuple[str | st.Method, ...]] = {
 }
 METHODS = tuple(method for methods in FAMILIES.values() for method in methods)
 _OF_SGD = ("spectrain-smoothed", "sc", "sc-lwp", "braking")
-_WITHOUT_MUON = (*_OF_SGD, "error-feedback", "dc-asgd", "gap-aware")
+_WITHOUT_MUON = (*_OF_SGD, "dc-asgd", "gap-aware")
 _OWN_WINDOWS = (*FLUSHING, *OWN_ORDER[:2], *HYBRIDS, "pipedream-2bw", "error-feedback")
 SETTINGS = Axes(
     {"method": METHODS, **AXES},

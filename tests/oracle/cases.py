@@ -41,9 +41,9 @@ FAMILIES = {
     "predicts twice": ("spectrain", "spectrain-smoothed", "xpipe"),
     "predicts and stashes": ("spectrain-stash", "msnag-stash", "xgrad"),
     "second order": ("second-order", "auto", "interleaved-async"),
-    "by difference": ("lwp-w", "spectrain difference"),
+    "by difference": ("lwp-w", "spectrain difference", "error-feedback"),
     "looks back": ("pipemare-t2", "pipemare"),
-    "corrects": ("sc", "sc-lwp", "error-feedback", "braking", "dc-asgd", "gap-aware"),
+    "corrects": ("sc", "sc-lwp", "braking", "dc-asgd", "gap-aware"),
     "phases": tuple(f"{first}+{then}@{AFTER}" for first, then in HYBRIDS),
 }
 FAMILY_OF = {method: family for family, methods in FAMILIES.items() for method in methods}
@@ -301,11 +301,10 @@ REFUSED = [
         ("optimizer", {*OPTIMIZERS} - {"average", *_FOREIGN}),
         "has no smoothed momentum; pass smoothed=True|is defined for sgd",
     ),
-    (("method", ["error-feedback"]), ("optimizer", ["dampening"]), "error feedback is not defined"),
     (
         ("method", _NOT_FOR["nesterov"]),
         ("optimizer", ["nesterov"]),
-        "nesterov: is spike compensation for a delay of 1|nesterov, dampening: error feedback",
+        "nesterov: is spike compensation for a delay of 1",
     ),
     *(
         (("method", methods), ("optimizer", [optimizer]), "and method '.*' is defined for sgd")

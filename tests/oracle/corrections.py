@@ -12,15 +12,14 @@ import torch
 class Steps:
     """The steps of one stage's optimizer under a correction, a tuple of its name and numbers.
 
-    ("spike", D), ("feedback",), ("braking", rho), ("delay", strength), ("gap", decay); None: the
-    optimizer's own step.
+    ("spike", D), ("braking", rho), ("delay", strength), ("gap", decay); None: the optimizer's own
+    step.
     """
 
     def __init__(self, optimizer, params, correction):
         self.optimizer, self.params = optimizer, params
         self.name, *self.numbers = correction or (None,)
-        self.before = {}  # each parameter's previous update
-        self.squares = {}  # and the mean square of its updates, and their number
+        self.squares = {}  # the mean square of each parameter's updates, and their number
         self.largest_lr = {}  # by group
 
     @torch.no_grad()
@@ -37,7 +36,7 @@ class Steps:
         weights = [p.clone() for p in moving]
         gradients = [p.grad.clone() for p in moving]
         self.optimizer.step()
-        if self.name in ("spike", "feedback"):
+        if self.name == "spike":
             for p, weight, gradient in zip(moving, weights, gradients, strict=True):
                 group = self.group(p)
                 kept, update = self.update(p, group, weight, gradient)
@@ -95,21 +94,10 @@ class Steps:
         if group.get("maximize"):
             gradient = -gradient
         penalized = gradient if decoupled else gradient + decay * weight
-        if self.name == "spike":
-            mu, delay = group["momentum"], self.numbers[0]
-            taken = 1 - mu if group.get("smoothed") else 1 - group.get("dampening", 0)
-            late = (1 - mu**delay) / (1 - mu) * taken * penalized
-            return kept, mu**delay * self.velocity(p) + late
-        state = self.optimizer.state[p]
-        if "betas" in group:
-            step = int(state["step"])
-            now = state["exp_avg"] / (1 - group["betas"][0] ** step)
-            root = (state["exp_avg_sq"] / (1 - group["betas"][1] ** step)).sqrt() + group["eps"]
-        else:
-            now, root = state["momentum_buffer"].clone(), 1
-        before = self.before.get(p, 0)
-        self.before[p] = now
-        return kept, (2 * now - before) / root
+        mu, delay = group["momentum"], self.numbers[0]
+        taken = 1 - mu if group.get("smoothed") else 1 - group.get("dampening", 0)
+        late = (1 - mu**delay) / (1 - mu) * taken * penalized
+        return kept, mu**delay * self.velocity(p) + late
 
 
 class Pace:

@@ -77,7 +77,8 @@ def most_versions(method, k, n, windows, m):
             if later == "F":
                 wanted = forward(x, y)
                 if wanted[0] <= updates and definition.reads != "newest":
-                    held.add((wanted[0], 0))  # the version itself exists and is still to be read
+                    # An older one is as it will be read; the newest can still be predicted.
+                    held.add(wanted if wanted[0] < updates else (updates, 0))
                 if definition.once and (x, 0) in begun:
                     held.add(wanted)
         if definition.law == "difference" and definition.forward(*place) and updates:

@@ -124,9 +124,9 @@ METHODS = {
     "sc-lwp": Definition(forward=local, correction=spike, families=("sgd",)),
     "error-feedback": Definition(
         reads="previous",
+        law="difference",
+        forward=lambda k, n, w, m: 1,
         backward="stash",
-        correction=lambda k, n, w, m: ("feedback",),
-        families=("sgd", "adam"),
         roomy=True,
     ),
     "braking": Definition(

@@ -166,7 +166,8 @@ OPTIMIZERS = {
 # One of each kind: flush, none, two predictions, two stashed versions, written by the step.
 OURS = ("gpipe", "vanilla", "spectrain", "pipedream-2bw", "second-order", "msnag-stash", "xpipe")
 BY_DIFFERENCE = ("lwp-w", "spectrain difference")
-CASES = [(method, name) for method in (*OURS, *BY_DIFFERENCE) for name in ("SGD", "AdamW")]
+SOME = (*OURS, *BY_DIFFERENCE, "error-feedback")
+CASES = [(method, name) for method in SOME for name in ("SGD", "AdamW")]
 CASES += [(method, name) for method in ("vanilla", *BY_DIFFERENCE) for name in [*OPTIMIZERS][2:]]
 
 

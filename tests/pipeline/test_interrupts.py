@@ -42,10 +42,8 @@ def case_of(name):
     if name in EXTRAS:
         method, settings = EXTRAS[name]
         return Case(method, **settings)
-    optimizer = {
-        "spectrain-smoothed": partial(st.optim.SGD, lr=0.1, momentum=0.9, smoothed=True),
-        "error-feedback": partial(st.optim.SGD, lr=0.1, momentum=0.9),
-    }.get(name, sgd)
+    smoothed = partial(st.optim.SGD, lr=0.1, momentum=0.9, smoothed=True)
+    optimizer = smoothed if name == "spectrain-smoothed" else sgd
     parts = 3 if name in ("pipedream-2bw", "error-feedback") else 1
     return Case(name, optimizer=optimizer, microbatches=parts)
 

@@ -173,6 +173,7 @@ WIDE = {"master_dtype": torch.float32}
         ("pipedream-vertical-sync", {}, [4, 4, 4, 4]),
         ("lwp-w", {}, [3, 3, 3, 1]),
         ("pipedream-2bw", {"microbatches": 4}, [2, 2, 2, 2]),
+        ("error-feedback", {"microbatches": 4}, [4, 4, 4, 3]),
         # A master of another dtype makes the newest version a copy as well.
         ("vanilla", WIDE, [2, 2, 2, 2]),
         ("pipedream", WIDE, [5, 4, 3, 2]),

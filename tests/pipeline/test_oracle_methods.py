@@ -169,6 +169,8 @@ def choices(draw):
         found["once"] = draw(some.booleans())
         if law == "second-order":
             found["lead"] = draw(rules)
+    elif law == "difference":
+        found["forward"] = draw(rules)
     return found
 
 
