@@ -224,8 +224,10 @@ class Storage:
                 now = self.home.flat.views[p]
                 same = true.to(now.dtype) == now
                 true.copy_(torch.where(same, true, now.to(true.dtype)))
-        if not isinstance(self.optimizer, PredictingOptimizer):
+        if not isinstance(self.optimizer, PredictingOptimizer) and self.optimizer.has_modes:
             self.optimizer.set_mode("train")
+            if self.master is not None:
+                self.copy(self.master.flat, self.home.flat)
         if self._before is not None:
             self.copy(self.true.flat, self._before)
         self._running = True

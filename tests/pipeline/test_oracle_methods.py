@@ -77,6 +77,12 @@ def test_every_pair_of_settings(case):
     compare(case)
 
 
+def test_a_run_begins_with_the_weights_that_an_optimizers_mode_puts_in_place():
+    """Backwards look back to the weights at the beginning, which are in no buffer but the first."""
+    row = {"method": "pipemare-t2", "stages": 5, "microbatches": 1, "window": "classic"}
+    compare(Case(**row, optimizer="foreign ScheduleFree"))
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("method", FAMILY_OF)
 def test_many_settings(method):
