@@ -123,6 +123,8 @@ def _learned(
     vars(copied)["_loss_function"] = watched
     with running(copied, stand_ins):
         output = copied(**batch, **fixed)
+    if not calls and stand_ins is None and (standard := _standard(copied, batch, labels, fixed)):
+        return _counted(standard, output, batch)
     if len(calls) != 1:
         return f"a {kind} computes its loss otherwise than by its loss_function; give a loss_fn"
     args, kwargs, returned, version = calls[0]
@@ -151,6 +153,39 @@ def _learned(
     if stand_ins is not None:  # there are no values, so make some up
         output = {key: _with_values(value) for key, value in output.items()}
         batch = {key: _with_values(value) for key, value in batch.items()}
+    return _counted(loss, output, batch)
+
+
+def _standard(
+    model: Any, batch: Mapping[str, Tensor], labels: tuple[str, ...], fixed: Mapping[str, Any]
+) -> OwnLoss | None:
+    """Return the loss of transformers that gives the same number as the model's own code."""
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    function = LOSS_MAPPING.get(model.loss_type)
+    trials = [batch]
+    if batch[labels[0]].dim() > 1:
+        trials.append({**batch, labels[0]: _some_ignored(batch[labels[0]])})
+    results = [(model(**trial, **fixed), trial) for trial in trials]
+    logits = [name for name in results[0][0] if name.endswith("logits")]
+    arguments: dict[str, Any] = {name: _Argument("output", name) for name in logits}
+    arguments.update((name, _Argument("batch", name)) for name in labels)
+    # Each function takes some of these and ignores the others.
+    width = results[0][0][logits[0]].shape[-1]
+    arguments.update(pooled_logits=arguments.get("logits"), vocab_size=width, config=model.config)
+    for candidate in filter(None, (function, LOSS_MAPPING["ForMaskedLM"])):
+        loss = OwnLoss(candidate, (), arguments, labels)
+        with suppress(TypeError, ValueError, IndexError, RuntimeError):
+            if all(
+                close(torch.as_tensor(loss(output, trial)).to(output["loss"]), output["loss"])
+                for output, trial in results
+            ):
+                return loss
+    return None
+
+
+def _counted(loss: OwnLoss, output: Any, batch: Mapping[str, Any]) -> OwnLoss:
+    """Return the loss as a sum and a count if it is a mean over labels."""
     # Is it a mean over all labels, or over all but the first (next-token prediction)?
     for predicted in (slice(None), slice(1, None)):
         summed = replace(loss, _predicted=predicted)
@@ -171,9 +206,7 @@ def _is_quotient(loss: OwnLoss, summed: OwnLoss, output: Any, batch: Mapping[str
     """Whether the loss is sum / count, also when some labels are ignored."""
     if len(summed.labels) > 1 or batch[summed.labels[0]].is_floating_point():
         return False
-    labels = batch[summed.labels[0]].clone()
-    labels.view(-1)[1::3] = _IGNORED
-    batch = {**batch, summed.labels[0]: labels}
+    batch = {**batch, summed.labels[0]: _some_ignored(batch[summed.labels[0]])}
     try:
         mean = loss(output, batch)
         total, count = summed(output, batch)
@@ -181,6 +214,12 @@ def _is_quotient(loss: OwnLoss, summed: OwnLoss, output: Any, batch: Mapping[str
         return total.shape == mean.shape and close(total / count, mean)
     except (TypeError, ValueError, IndexError, RuntimeError):
         return False
+
+
+def _some_ignored(labels: Tensor) -> Tensor:
+    labels = labels.clone()
+    labels.view(-1)[1::3] = _IGNORED
+    return labels
 
 
 def _labels(

@@ -275,14 +275,67 @@ def test_copies_of_stages_are_stages_of_their_own():
     assert torch.equal(run([stages[0], *others[1:]], given).logits, expected)
 
 
-def test_encoders_around_a_list_of_blocks():
-    sizes = {**SIZES, **HEADS, "intermediate_size": 24}
-    model = tf.BertForSequenceClassification(tf.BertConfig(**sizes, num_labels=3)).eval()
-    parts = st.partition(model, 3, profile=EVEN)
-    ids = torch.randint(1, 61, (2, 6))
-    given = {"input_ids": ids, "token_type_ids": ids % 2, "attention_mask": (ids > 5).long()}
-    torch.testing.assert_close(run(parts, given).logits, model(**given).logits)
-    with pytest.raises(ValueError, match="a BertForSequenceClassification computes its loss"):
+ENCODER = {**SIZES, **HEADS, **PLACES, "intermediate_size": 24, "pad_token_id": 0}
+ENCODER.update(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3)
+
+
+def encoder_batch(head: str, samples: int = 4) -> dict[str, Tensor]:
+    """Return a batch in which each sample has another number of labels."""
+    ids = torch.randint(1, 61, (samples, 6))
+    given = {"input_ids": ids, "attention_mask": (torch.rand(samples, 6) > 0.2).long()}
+    labeled = torch.arange(6) < torch.randint(7, (samples, 1)).clamp(min=1)
+    if head == "ForMaskedLM":
+        return {**given, "labels": torch.where(labeled, ids, -100)}
+    if head == "ForTokenClassification":
+        return {**given, "labels": torch.where(labeled, ids % 3, -100)}
+    if head == "ForSequenceClassification":
+        return {**given, "labels": torch.arange(samples) % 3}
+    positions = torch.arange(samples)
+    return {**given, "start_positions": positions, "end_positions": positions + 1}
+
+
+HEADS_OF_ENCODERS = ("MaskedLM", "TokenClassification", "SequenceClassification")
+
+
+@pytest.mark.parametrize("head", [*HEADS_OF_ENCODERS, "QuestionAnswering"])
+@pytest.mark.parametrize("family", ["Bert", pytest.param("Roberta", marks=pytest.mark.nightly)])
+def test_encoders_train_with_their_own_losses(family: str, head: str) -> None:
+    """Their forward computes the loss itself; microbatches have different numbers of labels."""
+    torch.manual_seed(0)
+    labels = 2 if head == "QuestionAnswering" else 3
+    config = getattr(tf, f"{family}Config")(**{**ENCODER, "num_labels": labels})
+    model = getattr(tf, f"{family}For{head}")(config).train()
+    alone = copy.deepcopy(model)
+    parts = st.partition(model, 3, encoder_batch(f"For{head}"), profile=EVEN)
+    data = [encoder_batch(f"For{head}") for _ in range(3)]
+    trains_alike(alone, parts, data, parts.loss_fn, own_loss, microbatches=4)
+    summed = isinstance(parts.loss_fn(model(**data[0]), data[0]), tuple)
+    assert summed == (head != "QuestionAnswering")
+
+
+@pytest.mark.parametrize("kind", ["regression", "multi_label_classification"])
+def test_losses_of_encoders_that_are_no_classes(kind: str) -> None:
+    config = tf.BertConfig(**ENCODER, problem_type=kind)
+    model = tf.BertForSequenceClassification(config).eval()
+    parts = st.partition(model, 2, profile=EVEN)
+    given = {**encoder_batch("ForMaskedLM"), "labels": torch.rand(4, 3).round()}
+    expected = model(**given).loss
+    torch.testing.assert_close(parts.loss_fn(run(parts, given), given), expected, rtol=0, atol=0)
+
+
+def test_a_loss_that_only_resembles_a_known_one() -> None:
+    """Without ignored labels it is the same number."""
+
+    class Fills(tf.BertForTokenClassification):
+        def forward(self, input_ids=None, labels=None):
+            output = super().forward(input_ids)
+            if labels is not None:
+                loss = nn.functional.cross_entropy
+                output.loss = loss(output.logits.flatten(0, 1), labels.flatten().clamp(min=0))
+            return output
+
+    parts = st.partition(Fills(tf.BertConfig(**ENCODER)), 2, profile=EVEN)
+    with pytest.raises(ValueError, match="a Fills computes its loss otherwise than by its"):
         _ = parts.loss_fn
 
 
