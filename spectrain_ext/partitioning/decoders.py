@@ -30,6 +30,7 @@ from .outline import (
     find_outline,
     hidden_of,
     members_of,
+    quoted,
 )
 from .own_loss import OwnLoss, own_loss
 from .profile import BlockProfile, Profile, Tie, measure
@@ -74,11 +75,13 @@ def _return_nan(inbox: _Inbox, shape: tuple[int, ...], *args: object, **kwargs: 
     return inbox.hidden.new_full(sizes, torch.nan)
 
 
-def _refuse(name: str, *args: object, **kwargs: object) -> Any:
-    raise RuntimeError(
-        f"the model's forward came to {name!r}, which another stage has; it left out a "
-        "block where a stage ends (LayerDrop?), so that it cannot be cut there"
-    )
+def _refuse(name: str, outline: Outline, *args: object, **kwargs: object) -> Any:
+    why = "it left out a block where a stage ends (LayerDrop?), so that it cannot be cut there"
+    if name in outline.only_first:
+        why = "it comes before the blocks and returns something else than a tensor"
+    elif not outline.side_modules[name].after:
+        why = "the example_input did not need it; cut the model with one that has such columns"
+    raise RuntimeError(f"the model's forward came to {name!r}, which another stage has; {why}")
 
 
 def copy_without_values(module: nn.Module, top: bool = True) -> nn.Module:
@@ -128,6 +131,9 @@ class DecoderStage(nn.Module):
             for count in range(len(names)):
                 around = self.model.get_submodule(".".join(names[:count]))
                 vars(around)["_buffers"] = copy.deepcopy(around._buffers)
+                tensors = {n: p for n, p in around._parameters.items() if p is not None}
+                vars(around)["_parameters"] = {}  # the first stage has them
+                vars(around).update((n, torch.full_like(p, torch.nan)) for n, p in tensors.items())
         self.training = model.training
 
     def full_name(self, name: str) -> str:
@@ -148,9 +154,11 @@ class DecoderStage(nn.Module):
             after = side_module.after and (side_module.shape is not None or not side_module.before)
             if (self._first and side_module.before) or (self._last and after):
                 continue
-            if not (side_module.before or side_module.between):
-                if side_module.after or not self._last:  # the last stage keeps unused modules
-                    yield name, stand_in(name, partial(_refuse, name))
+            only_first = name in outline.only_first
+            if only_first or not (side_module.before or side_module.between):
+                # The last stage keeps unused modules.
+                if only_first or side_module.after or not self._last:
+                    yield name, stand_in(name, partial(_refuse, name, outline))
             elif side_module.shape is not None:
                 yield name, stand_in(name, partial(_return_nan, inbox, side_module.shape))
             elif not self._first:
@@ -198,7 +206,7 @@ class DecoderStage(nn.Module):
         return output if self._last else self._packed(output, inputs)
 
     def _packed(self, hidden: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
-        names = self._outline.columns.takes
+        names = self._outline.travels
         count = max(i + 1 for i, name in enumerate(names) if name in inputs)
         # An empty tensor stands for a column that the batch lacks.
         rest = [inputs[name] if name in inputs else hidden.new_empty(0) for name in names[:count]]
@@ -206,7 +214,7 @@ class DecoderStage(nn.Module):
 
     def _received(self, value: tuple[Tensor, ...]) -> tuple[Tensor, Inputs]:
         hidden, *rest = value
-        pairs = zip(self._outline.columns.takes, rest, strict=False)
+        pairs = zip(self._outline.travels, rest, strict=False)
         return hidden, {name: tensor for name, tensor in pairs if tensor.numel()}
 
 
@@ -255,9 +263,11 @@ class Decoder:
             self.blocks = self.stages(range(1, outline.blocks + 1))
             self.check(self.blocks)
         except Exception as error:
+            beside = f"; only the first stage has {quoted(outline.only_first)}"
+            beside *= bool(outline.only_first)
             raise ValueError(
                 f"model: {type(model).__name__} cannot be cut between the blocks of "
-                f"{outline.path!r}: {error}; {SPLIT_HINT}"
+                f"{outline.path!r}: {str(error) or repr(error)}{beside}; {SPLIT_HINT}"
             ) from error
 
     @property
@@ -287,7 +297,10 @@ class Decoder:
         with evaluated(every), running(every, self.stand_ins):
             for stage in stages:
                 value = stage(value)
-        outputs, wanted = list(tensors_in(value)), list(tensors_in(self.output))
+        whole = self.output
+        if self.outline.images and isinstance(whole, Mapping):  # it may return their features too
+            whole = {name: whole[name] for name in value}
+        outputs, wanted = list(tensors_in(value)), list(tensors_in(whole))
         if len(outputs) != len(wanted) or not all(
             a.shape == b.shape and (self.stand_ins is not None or close(a, b))
             for a, b in zip(outputs, wanted, strict=True)
