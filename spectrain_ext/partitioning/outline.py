@@ -165,6 +165,7 @@ class Outline:
     # come before it and return no tensor, such as an image's encoder.
     only_first: tuple[str, ...] = ()
     images: frozenset[str] = frozenset()  # columns that only the first stage gets
+    routers: Mapping[str, int] = field(default_factory=dict)  # see own_loss.routers_of
     prefix: str = ""  # of the model's names inside a PeftModel
 
     @property
@@ -236,7 +237,7 @@ def find_outline(
 ) -> tuple[Outline, Any]:
     """Run a model with hooks on its modules; return its outline and its output."""
     config = getattr(model, "config", None)
-    for option in ("output_hidden_states", "output_attentions", "output_router_logits"):
+    for option in ("output_hidden_states", "output_attentions"):
         if getattr(config, option, False):
             raise ValueError(
                 f"model: its config asks for {option}, which no stage has of all blocks; set "
@@ -358,10 +359,7 @@ class _Watch:
             self._made = tensor, module
 
     def blocks(self) -> tuple[str, tuple[int, ...]]:
-        """Return the list with the most parameters among those whose members form a chain.
-
-        Lists of the decoder go before those of an image's encoder, which may be the larger ones.
-        """
+        """Return the decoder's list with the most parameters whose members form a chain."""
         decoder = getattr(self._model, "get_decoder", lambda: None)()
         inside = set(decoder.modules()) if isinstance(decoder, nn.Module) else set()
         sizes: dict[str, tuple[bool, int]] = {}

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .outline import Columns, copy_sharing, evaluated, quoted, set_mode
+from .outline import Columns, copy_sharing, evaluated, hooked, quoted, set_mode
 from .profile import forked_rng, untouched
 from .tensors import StandIns, close, running
 
@@ -34,6 +34,7 @@ class OwnLoss:
     _kwargs: Mapping[str, Any]
     labels: tuple[str, ...]
     _predicted: slice | None = None  # labels in the sum; None: the loss is a mean over samples
+    _balance: float = 0.0  # the weight of the output's aux_loss
 
     def _with_labels(self, batch: Any) -> Any:
         if isinstance(batch, Tensor) and len(self.labels) == 1:
@@ -61,10 +62,14 @@ class OwnLoss:
 
         args = [value_of(value) for value in self._args]
         kwargs = {k: value_of(v) for k, v in self._kwargs.items()}
-        if self._predicted is None:
-            return self._function(*args, **kwargs)
-        kwargs["num_items_in_batch"] = 1  # transformers then divides the sum by 1
-        return self._function(*args, **kwargs), self.count(batch)
+        count = None
+        if self._predicted is not None:
+            kwargs["num_items_in_batch"] = 1  # transformers then divides the sum by 1
+            count = self.count(batch)
+        loss = self._function(*args, **kwargs)
+        if self._balance:
+            loss = loss + self._balance * output["aux_loss"] * (1 if count is None else count)
+        return loss if count is None else (loss, count)
 
 
 class _Argument(NamedTuple):
@@ -89,6 +94,13 @@ def own_loss(
     try:
         with evaluated(model):
             loss = learned()
+            if "aux_loss" in output and isinstance(loss, OwnLoss):
+                loss = replace(loss, _balance=float(model.router_aux_loss_coef))
+                with running(model, stand_ins):
+                    whole = model(**{**batch, **columns.fixed, "output_router_logits": True})
+                    total, count = loss(whole, batch)
+                if stand_ins is None and not close(total / count, whole["loss"]):
+                    return f"a {type(model).__name__} adds its aux_loss otherwise; give a loss_fn"
             if isinstance(loss, OwnLoss):
                 # In training mode it may add a term. One sample may be too few to run that.
                 with untouched(model), forked_rng([model]), suppress(Exception):
@@ -241,3 +253,47 @@ def _labels(
     sizes = logits.shape[:-1]
     numbers = torch.arange(sizes.numel(), device=logits.device).view(sizes)
     return {"labels": numbers % logits.shape[-1]}
+
+
+# The loss that balances a mixture's experts: transformers' load_balancing_loss_func, from sums
+
+
+def routers_of(
+    model: nn.Module, inputs: Mapping[str, Tensor], fixed: Mapping[str, Any]
+) -> dict[str, int]:
+    """Return the modules that make ``router_logits``, and which of their results these are."""
+    names = {module: name for name, module in model.named_modules()}
+    sources: dict[int, tuple[str, int]] = {}
+
+    def end(module: nn.Module, _: object, output: Any) -> None:
+        results = enumerate(output if isinstance(output, tuple) else (output,))
+        sources.update((id(result), (names[module], index)) for index, result in results)
+
+    with evaluated(model), hooked(names, lambda *_: None, end):
+        output = model(**inputs, **fixed)
+    routers = dict(sources.get(id(t), ("", 0)) for t in output.get("router_logits") or ())
+    if not all(routers) or output.get("aux_loss") is None:
+        raise ValueError(
+            f"model: its config asks for output_router_logits, of which a {type(model).__name__} "
+            "makes no aux_loss that its stages could; set model.config.output_router_logits = False"
+        )
+    return routers
+
+
+def routed_sums(logits: Tensor, top_k: int, mask: Tensor | None) -> Tensor:
+    """Sum over tokens how often an expert is among the top k, and its probability: (2, experts)."""
+    probabilities = torch.softmax(logits, -1)
+    chosen = probabilities.topk(top_k, -1).indices
+    counts = torch.zeros_like(probabilities).scatter_(1, chosen, 1.0)
+    both = torch.stack([counts, probabilities]).float()
+    return both.sum(1) if mask is None else mask.flatten().to(both) @ both
+
+
+def balance_loss(sums: Tensor, top_k: int) -> Tensor:
+    """Return experts * sum of an expert's share of tokens * its mean probability, a 0-d tensor.
+
+    That is equations 4 to 6 of Switch Transformer (arXiv 2101.03961), over all layers at once.
+    """
+    counts, probabilities = sums / (sums[0].sum() / top_k)
+    loss: Tensor = len(counts) * counts @ probabilities
+    return loss

@@ -182,6 +182,43 @@ def test_the_model_itself_is_left_alone():
     assert parts.profile.blocks[1].output_bytes == 32 * 16 * 4 + 32 * 8
 
 
+ROUTED = {
+    "num_local_experts": 4,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.5,
+    "num_hidden_layers": 4,
+}
+
+
+def aux_of_halves(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
+    """Return the mean over two microbatches of transformers' loss, weighted by labels."""
+    halves = [{name: t.chunk(2)[k] for name, t in given.items()} for k in range(2)]
+    counts = [(half["labels"][:, 1:] != -100).sum() for half in halves]
+    losses = [own_loss(model, half) * n for half, n in zip(halves, counts, strict=True)]
+    return torch.stack(losses).sum() / sum(counts)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_loss_that_balances_experts(checkpointed: bool) -> None:
+    """Stages hand on sums over their routers, of which the last one makes ``aux_loss``."""
+    model = made("Mixtral", **ROUTED).train()
+    alone = copy.deepcopy(model)
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    parts = st.partition(model, 3, profile=EVEN)
+    sent = parts.stages[0](batch(2, 5, "left"))
+    assert [tuple(t.shape) for t in sent] == [(2, 5, 16), (2, 4), (2, 5), (2, 5)]
+    for given in (batch(2, 7), batch(4, 6, "right")):
+        found, expected = run(parts, given), alone(**given, use_cache=False)
+        torch.testing.assert_close(found.aux_loss, expected.aux_loss)
+        assert found.aux_loss.isfinite() and torch.equal(found.logits, expected.logits)
+        torch.testing.assert_close(loss_of(parts, found, given), expected.loss)
+    data = [batch(4, 7, mask) for mask in (None, "right", "left")]
+    trains_alike(alone, parts, data, parts.loss_fn, aux_of_halves, microbatches=2)
+    parts = st.partition(made("Mixtral", **{**ROUTED, "output_router_logits": False}), 3)
+    assert run(parts, given).aux_loss is None
+
+
 @pytest.mark.nightly
 def test_a_model_that_was_compiled_in_place():
     model = made("Llama").eval()
@@ -589,9 +626,15 @@ IDS = torch.arange(1, 9).unsqueeze(0)
             r"XLNetLMHeadModel cannot .* only the first stage has 'transformer.mask_emb'",
         ),
         (t5_encoder, None, r"T5EncoderModel cannot be cut between .*encoder\.block"),
-        *(
-            (partial(asking_for, option), None, f"config asks for {option}, which no stage has")
-            for option in ("output_hidden_states", "output_router_logits")
+        (
+            partial(asking_for, "output_hidden_states"),
+            None,
+            "config asks for output_hidden_states, which no stage has",
+        ),
+        (
+            lambda: made("Llama", output_router_logits=True),
+            None,
+            "output_router_logits, of which a LlamaForCausalLM makes no aux_loss",
         ),
     ],
 )
