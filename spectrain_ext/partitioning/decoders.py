@@ -5,6 +5,8 @@ calls the model's ``forward``, so masks, positions and rotary embeddings are mad
 them. The stage's first block gets the received hidden state instead of what the forward computed up
 to there, and an exception leaves the forward after the last block. Stand-ins return NaN, so a model
 that needs more from other stages than the hidden state produces NaN and is refused.
+
+Only the first stage gets images. Stages of a mixture of experts hand on sums over its routers.
 """
 
 from __future__ import annotations

@@ -135,8 +135,10 @@ def _learned(
     vars(copied)["_loss_function"] = watched
     with running(copied, stand_ins):
         output = copied(**batch, **fixed)
-    if not calls and stand_ins is None and (standard := _standard(copied, batch, labels, fixed)):
-        return _counted(standard, output, batch)
+    if not calls and stand_ins is None:
+        standard = _standard(copied, batch, output, labels, fixed)
+        if standard is not None:
+            return _counted(standard, output, batch)
     if len(calls) != 1:
         return f"a {kind} computes its loss otherwise than by its loss_function; give a loss_fn"
     args, kwargs, returned, version = calls[0]
@@ -169,28 +171,37 @@ def _learned(
 
 
 def _standard(
-    model: Any, batch: Mapping[str, Tensor], labels: tuple[str, ...], fixed: Mapping[str, Any]
+    model: Any,
+    batch: Mapping[str, Tensor],
+    output: Mapping[str, Any],
+    labels: tuple[str, ...],
+    fixed: Mapping[str, Any],
 ) -> OwnLoss | None:
     """Return the loss of transformers that gives the same number as the model's own code."""
     from transformers.loss.loss_utils import LOSS_MAPPING
 
-    function = LOSS_MAPPING.get(model.loss_type)
-    trials = [batch]
-    if batch[labels[0]].dim() > 1:
-        trials.append({**batch, labels[0]: _some_ignored(batch[labels[0]])})
+    logits = [name for name in output if name.endswith("logits")]
+    width, first = output[logits[0]].shape[-1], batch[labels[0]]
+    # More samples, with other labels, show weights of classes; then what ignored labels do.
+    doubled = {n: torch.cat([t, t]) if len(t) == len(first) else t for n, t in batch.items()}
+    for name in labels:
+        t = batch[name]
+        doubled[name] = torch.cat([t, 1 - t if t.is_floating_point() else (t + 1) % width])
+    trials = [doubled]
+    if first.dim() > 1 and not first.is_floating_point():
+        trials.append({**batch, labels[0]: _some_ignored(first)})
     results = [(model(**trial, **fixed), trial) for trial in trials]
-    logits = [name for name in results[0][0] if name.endswith("logits")]
     arguments: dict[str, Any] = {name: _Argument("output", name) for name in logits}
     arguments.update((name, _Argument("batch", name)) for name in labels)
     # Each function takes some of these and ignores the others.
-    width = results[0][0][logits[0]].shape[-1]
     arguments.update(pooled_logits=arguments.get("logits"), vocab_size=width, config=model.config)
+    function = LOSS_MAPPING.get(model.loss_type)
     for candidate in filter(None, (function, LOSS_MAPPING["ForMaskedLM"])):
         loss = OwnLoss(candidate, (), arguments, labels)
         with suppress(TypeError, ValueError, IndexError, RuntimeError):
             if all(
-                close(torch.as_tensor(loss(output, trial)).to(output["loss"]), output["loss"])
-                for output, trial in results
+                close(torch.as_tensor(loss(result, trial)).to(result["loss"]), result["loss"])
+                for result, trial in results
             ):
                 return loss
     return None

@@ -360,19 +360,32 @@ def test_losses_of_encoders_that_are_no_classes(kind: str) -> None:
     torch.testing.assert_close(parts.loss_fn(run(parts, given), given), expected, rtol=0, atol=0)
 
 
-def test_a_loss_that_only_resembles_a_known_one() -> None:
-    """Without ignored labels it is the same number."""
+class Fills(tf.BertForTokenClassification):
+    """Has a class for ignored labels."""
 
-    class Fills(tf.BertForTokenClassification):
-        def forward(self, input_ids=None, labels=None):
-            output = super().forward(input_ids)
-            if labels is not None:
-                loss = nn.functional.cross_entropy
-                output.loss = loss(output.logits.flatten(0, 1), labels.flatten().clamp(min=0))
-            return output
+    def forward(self, input_ids=None, labels=None):
+        output = super().forward(input_ids)
+        if labels is not None:
+            loss = nn.functional.cross_entropy
+            output.loss = loss(output.logits.flatten(0, 1), labels.flatten().clamp(min=0))
+        return output
 
-    parts = st.partition(Fills(tf.BertConfig(**ENCODER)), 2, profile=EVEN)
-    with pytest.raises(ValueError, match="a Fills computes its loss otherwise than by its"):
+
+class Weighs(tf.BertForSequenceClassification):
+    """Weights classes, which leaves a single sample's mean as it is."""
+
+    def forward(self, input_ids=None, labels=None):
+        output = super().forward(input_ids)
+        if labels is not None:
+            weights = torch.tensor([1.0, 2.0, 3.0])
+            output.loss = nn.functional.cross_entropy(output.logits, labels, weights)
+        return output
+
+
+@pytest.mark.parametrize("kind", [Fills, Weighs])
+def test_a_loss_that_only_resembles_a_known_one(kind: Any) -> None:
+    parts = st.partition(kind(tf.BertConfig(**ENCODER)), 2, profile=EVEN)
+    with pytest.raises(ValueError, match=f"a {kind.__name__} computes its loss otherwise"):
         _ = parts.loss_fn
 
 
