@@ -5,6 +5,8 @@ calls the model's ``forward``, so masks, positions and rotary embeddings are mad
 them. The stage's first block gets the received hidden state instead of what the forward computed up
 to there, and an exception leaves the forward after the last block. Stand-ins return NaN, so a model
 that needs more from other stages than the hidden state produces NaN and is refused.
+
+Only the first stage gets images. Stages of a mixture of experts hand on sums over its routers.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ from .outline import (
     find_outline,
     hidden_of,
     members_of,
+    quoted,
 )
-from .own_loss import OwnLoss, own_loss
+from .own_loss import OwnLoss, balance_loss, own_loss, routed_sums, routers_of
 from .profile import BlockProfile, Profile, Tie, measure
 from .tensors import StandIns, close, is_valueless, running
 
@@ -41,6 +44,7 @@ class _Inbox:
 
     hidden: Tensor | None = None  # set while the stage's forward runs
     taken = False
+    logits: list[Tensor] | None = None  # of the stage's routers, while its forward runs
 
     def take(self) -> Tensor:
         assert self.hidden is not None
@@ -74,11 +78,13 @@ def _return_nan(inbox: _Inbox, shape: tuple[int, ...], *args: object, **kwargs: 
     return inbox.hidden.new_full(sizes, torch.nan)
 
 
-def _refuse(name: str, *args: object, **kwargs: object) -> Any:
-    raise RuntimeError(
-        f"the model's forward came to {name!r}, which another stage has; it left out a "
-        "block where a stage ends (LayerDrop?), so that it cannot be cut there"
-    )
+def _refuse(name: str, outline: Outline, *args: object, **kwargs: object) -> Any:
+    why = "it left out a block where a stage ends (LayerDrop?), so that it cannot be cut there"
+    if name in outline.only_first:
+        why = "it comes before the blocks and returns something else than a tensor"
+    elif not outline.side_modules[name].after:
+        why = "the example_input did not need it; cut the model with one that has such columns"
+    raise RuntimeError(f"the model's forward came to {name!r}, which another stage has; {why}")
 
 
 def copy_without_values(module: nn.Module, top: bool = True) -> nn.Module:
@@ -121,6 +127,7 @@ class DecoderStage(nn.Module):
         self._last = end == outline.blocks
         self._takes = 0 < start < end  # false for the first stage, and for one without blocks
         self._inbox = _Inbox()
+        self._top_k = int(getattr(model, "num_experts_per_tok", 1))
         self.block_names: list[str] = []  # of the list's blocks in this stage
         self.model = copy_sharing(model, dict(self._stand_ins(model, valueless, start, end)))
         if not self._first:  # copies, because this stage may be on another device
@@ -128,6 +135,9 @@ class DecoderStage(nn.Module):
             for count in range(len(names)):
                 around = self.model.get_submodule(".".join(names[:count]))
                 vars(around)["_buffers"] = copy.deepcopy(around._buffers)
+                tensors = {n: p for n, p in around._parameters.items() if p is not None}
+                vars(around)["_parameters"] = {}  # the first stage has them
+                vars(around).update((n, torch.full_like(p, torch.nan)) for n, p in tensors.items())
         self.training = model.training
 
     def full_name(self, name: str) -> str:
@@ -148,9 +158,11 @@ class DecoderStage(nn.Module):
             after = side_module.after and (side_module.shape is not None or not side_module.before)
             if (self._first and side_module.before) or (self._last and after):
                 continue
-            if not (side_module.before or side_module.between):
-                if side_module.after or not self._last:  # the last stage keeps unused modules
-                    yield name, stand_in(name, partial(_refuse, name))
+            only_first = name in outline.only_first
+            if only_first or not (side_module.before or side_module.between):
+                # The last stage keeps unused modules.
+                if only_first or side_module.after or not self._last:
+                    yield name, stand_in(name, partial(_refuse, name, outline))
             elif side_module.shape is not None:
                 yield name, stand_in(name, partial(_return_nan, inbox, side_module.shape))
             elif not self._first:
@@ -169,8 +181,14 @@ class DecoderStage(nn.Module):
                 yield name, stand_in(name, partial(_pass_hidden_on, inbox, members, enters, leaves))
                 continue
             self.block_names.append(f"model.{name}")
-            if enters or leaves:
-                block = copy_sharing(module, {})
+            routers: dict[str, nn.Module] = {}
+            for full, output_index in outline.routers.items():
+                if full.startswith(f"{name}."):
+                    router = copy_sharing(model.get_submodule(full), {})
+                    router.register_forward_hook(partial(_collect, inbox, output_index))
+                    routers[full.removeprefix(f"{name}.")] = router
+            if enters or leaves or routers:
+                block = copy_sharing(module, routers)
                 if enters:
                     block.register_forward_pre_hook(partial(_enter, inbox), with_kwargs=True)
                 if leaves:
@@ -180,8 +198,9 @@ class DecoderStage(nn.Module):
     def forward(self, value: Any) -> Any:
         """Return the hidden state with the batch's columns, or the output."""
         inbox, outline = self._inbox, self._outline
-        hidden, inputs = (None, outline.columns.of(value)) if self._first else self._received(value)
+        hidden, sums, inputs = self._received(value)
         inbox.hidden, inbox.taken = hidden, not self._takes
+        inbox.logits = logits = list[Tensor]()
         output = None
         try:
             output = self.model(**inputs, **outline.columns.fixed)
@@ -189,28 +208,45 @@ class DecoderStage(nn.Module):
         except _EndOfStage as leaving:
             (output,), left = leaving.args, True
         finally:
-            inbox.hidden = None
+            inbox.hidden = inbox.logits = None
         if not inbox.taken or not left:
             raise RuntimeError(
                 f"the model's forward left out a block of {outline.path!r} where a stage begins or "
                 "ends (LayerDrop?), so that it cannot be cut there"
             )
-        return output if self._last else self._packed(output, inputs)
+        top_k, mask = self._top_k, inputs.get("attention_mask")
+        sums += [routed_sums(each, top_k, mask) for each in logits]
+        if not self._last:
+            return self._packed(output, sums, inputs)
+        if outline.routers:
+            output["aux_loss"] = balance_loss(torch.stack(sums).sum(0), top_k)
+        return output
 
-    def _packed(self, hidden: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
-        names = self._outline.columns.takes
+    def _packed(self, hidden: Tensor, sums: list[Tensor], inputs: Inputs) -> tuple[Tensor, ...]:
+        names, empty = self._outline.travels, hidden.new_empty(0)
         count = max(i + 1 for i, name in enumerate(names) if name in inputs)
-        # An empty tensor stands for a column that the batch lacks.
-        rest = [inputs[name] if name in inputs else hidden.new_empty(0) for name in names[:count]]
+        # The empty tensor stands for a column that the batch lacks, and for no sums.
+        rest = [inputs.get(name, empty) for name in names[:count]]
+        if self._outline.routers:
+            rest.insert(0, torch.stack(sums).sum(0) if sums else empty)
         return hidden, *rest
 
-    def _received(self, value: tuple[Tensor, ...]) -> tuple[Tensor, Inputs]:
+    def _received(self, value: Any) -> tuple[Tensor | None, list[Tensor], Inputs]:
+        if self._first:
+            return None, [], self._outline.columns.of(value)
         hidden, *rest = value
-        pairs = zip(self._outline.columns.takes, rest, strict=False)
-        return hidden, {name: tensor for name, tensor in pairs if tensor.numel()}
+        count = min(1, len(self._outline.routers))
+        pairs = zip(self._outline.travels, rest[count:], strict=False)
+        sums = [each for each in rest[:count] if each.numel()]
+        return hidden, sums, {name: tensor for name, tensor in pairs if tensor.numel()}
 
 
-# Hooks of a stage's first and last block
+# Hooks of a stage's blocks
+
+
+def _collect(inbox: _Inbox, index: int, _: nn.Module, args: object, output: Any) -> None:
+    if inbox.logits is not None:  # else a checkpoint recomputes its block
+        inbox.logits.append(output[index] if isinstance(output, tuple) else output)
 
 
 def _enter(inbox: _Inbox, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -239,14 +275,20 @@ class Decoder:
             self.example = self.stand_ins.of(self.example)
         with running(whole_model, self.stand_ins):
             outline, self.output = find_outline(model, self.example, kept, example is None)
-            self.outline = replace(outline, prefix=prefix)
-            self.columns = outline.columns
-            inputs = self.columns.of(self.example)
+            columns = outline.columns
+            inputs = columns.of(self.example)
+            if getattr(getattr(model, "config", None), "output_router_logits", False):
+                outline = replace(outline, routers=routers_of(model, inputs, columns.fixed))
+                # Stages make the loss of all routers, of which the model's code sees a few.
+                columns = replace(columns, fixed={**columns.fixed, "output_router_logits": False})
+            outline = self.outline = replace(outline, prefix=prefix, columns=columns)
+            self.columns = columns
             self.value = tuple(inputs.values())
             self.run = partial(replace(self.columns, takes=tuple(inputs)).run, model)
             if whole_model is not model:
+                routed = {"output_router_logits": True} if outline.routers else {}
                 with evaluated(whole_model):
-                    self.output = whole_model(**inputs, **self.columns.fixed)
+                    self.output = whole_model(**inputs, **{**columns.fixed, **routed})
         blocks = members_of(model.get_submodule(outline.path))
         named = {f"{outline.path}.{index}": block for index, block in enumerate(blocks)}
         named.update((name, model.get_submodule(name)) for name in outline.side_modules)
@@ -255,9 +297,11 @@ class Decoder:
             self.blocks = self.stages(range(1, outline.blocks + 1))
             self.check(self.blocks)
         except Exception as error:
+            beside = f"; only the first stage has {quoted(outline.only_first)}"
+            beside *= bool(outline.only_first)
             raise ValueError(
                 f"model: {type(model).__name__} cannot be cut between the blocks of "
-                f"{outline.path!r}: {error}; {SPLIT_HINT}"
+                f"{outline.path!r}: {str(error) or repr(error)}{beside}; {SPLIT_HINT}"
             ) from error
 
     @property
@@ -287,7 +331,11 @@ class Decoder:
         with evaluated(every), running(every, self.stand_ins):
             for stage in stages:
                 value = stage(value)
-        outputs, wanted = list(tensors_in(value)), list(tensors_in(self.output))
+        whole = self.output
+        more = self.outline.images or self.outline.routers
+        if more and isinstance(whole, Mapping):  # it may return their features or logits too
+            whole = {name: whole[name] for name in value}
+        outputs, wanted = list(tensors_in(value)), list(tensors_in(whole))
         if len(outputs) != len(wanted) or not all(
             a.shape == b.shape and (self.stand_ins is not None or close(a, b))
             for a, b in zip(outputs, wanted, strict=True)

@@ -161,12 +161,22 @@ class Outline:
     members: tuple[int, ...]  # per block the length of the tuple it returns; 0: a tensor
     side_modules: Mapping[str, SideModule]  # outside the list
     columns: Columns  # that the forward takes
+    # What only the first stage has: parameters beside the list, and modules with parameters that
+    # come before it and return no tensor, such as an image's encoder.
+    only_first: tuple[str, ...] = ()
+    images: frozenset[str] = frozenset()  # columns that only the first stage gets
+    routers: Mapping[str, int] = field(default_factory=dict)  # see own_loss.routers_of
     prefix: str = ""  # of the model's names inside a PeftModel
 
     @property
     def blocks(self) -> int:
         """Number of blocks to cut between: the list's, one before it and one after it."""
         return len(self.members) + 2
+
+    @property
+    def travels(self) -> list[str]:
+        """Columns that every stage gets."""
+        return [name for name in self.columns.takes if name not in self.images]
 
 
 def is_pretrained(model: object) -> bool:
@@ -175,6 +185,11 @@ def is_pretrained(model: object) -> bool:
         cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.")
         for cls in type(model).__mro__
     )
+
+
+def has_two_lists(model: nn.Module) -> bool:
+    """Whether it is an encoder with a decoder, two lists of blocks."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def adapted(model: nn.Module) -> tuple[nn.Module, str]:
@@ -222,7 +237,7 @@ def find_outline(
 ) -> tuple[Outline, Any]:
     """Run a model with hooks on its modules; return its outline and its output."""
     config = getattr(model, "config", None)
-    for option in ("output_hidden_states", "output_attentions", "output_router_logits"):
+    for option in ("output_hidden_states", "output_attentions"):
         if getattr(config, option, False):
             raise ValueError(
                 f"model: its config asks for {option}, which no stage has of all blocks; set "
@@ -237,7 +252,12 @@ def find_outline(
     with hooked(model.modules(), watch.begin, watch.end):
         columns, output = run_pretrained(model, example, more, made_up)
     path, members = watch.blocks()
-    return Outline(path, members, watch.side_modules(path), columns), output
+    sides = watch.side_modules(path)
+    images: frozenset[str] = frozenset()
+    if watch.only_first:
+        floating = (n for n, t in columns.of(example).items() if t.is_floating_point())
+        images = frozenset(name for name in floating if "mask" not in name)
+    return Outline(path, members, sides, columns, tuple(watch.only_first), images), output
 
 
 @contextmanager
@@ -312,6 +332,7 @@ class _Watch:
         self._returned: dict[nn.Module, Any] = {}
         self._follows: dict[nn.Module, nn.Module] = {}  # module -> the one whose output it took
         self._turn = 0
+        self.only_first: list[str] = []
         self._made: tuple[Tensor, nn.Module] | None = None  # last output of a list's member
         self._lists = {
             name: list(members_of(module))
@@ -338,13 +359,16 @@ class _Watch:
             self._made = tensor, module
 
     def blocks(self) -> tuple[str, tuple[int, ...]]:
-        """Return the list with the most parameters among those whose members form a chain."""
-        sizes: dict[str, int] = {}
+        """Return the decoder's list with the most parameters whose members form a chain."""
+        decoder = getattr(self._model, "get_decoder", lambda: None)()
+        inside = set(decoder.modules()) if isinstance(decoder, nn.Module) else set()
+        sizes: dict[str, tuple[bool, int]] = {}
         for name, members in self._lists.items():
             once = all(len(self._calls.get(member, ())) == 1 for member in members)
             chain = all(self._follows.get(b) is a for a, b in pairwise(members))
             if once and chain and all(self._returned[member] for member in members):
-                sizes[name] = sum(p.numel() for member in members for p in member.parameters())
+                size = sum(p.numel() for member in members for p in member.parameters())
+                sizes[name] = (members[0] in inside, size)
         if not sizes:
             raise ValueError(
                 f"model: {self._kind} has no list of blocks that hand a tensor from one to the "
@@ -361,12 +385,13 @@ class _Watch:
         outermost: dict[str, SideModule] = {}
 
         def look(module: nn.Module, prefix: str) -> None:
-            if module._parameters:
-                name = prefix + next(iter(module._parameters))
+            owned = [prefix + name for name in module._parameters]
+            if owned and not path.startswith(prefix):
                 raise ValueError(
-                    f"model: {self._kind}'s parameter {name!r} is used beside the blocks of "
+                    f"model: {self._kind}'s parameter {owned[0]!r} is used beside the blocks of "
                     f"{path!r} by code that no stage has alone; {SPLIT_HINT}"
                 )
+            self.only_first += owned
             for name, child in module.named_children():
                 where = prefix + name
                 if where == path:
@@ -398,11 +423,8 @@ class _Watch:
             if learns and before:
                 returned = self._returned[module]
                 if returned is None or returned[0] or not returned[2].is_floating_point:
-                    raise ValueError(
-                        f"model: {self._kind}'s {name!r} comes before the blocks of {path!r} and "
-                        "returns something else than a tensor; no other stage could do without "
-                        f"it; {SPLIT_HINT}"
-                    )
+                    self.only_first.append(name)
+                    return SideModule(before, between, after, None)
                 *sizes, width = returned[1]
                 shape = (*(of_hidden(i, size) for i, size in enumerate(sizes)), width)
             return SideModule(before, between, after, shape)

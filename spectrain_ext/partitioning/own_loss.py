@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .outline import Columns, copy_sharing, evaluated, quoted, set_mode
+from .outline import Columns, copy_sharing, evaluated, hooked, quoted, set_mode
 from .profile import forked_rng, untouched
 from .tensors import StandIns, close, running
 
@@ -34,6 +34,7 @@ class OwnLoss:
     _kwargs: Mapping[str, Any]
     labels: tuple[str, ...]
     _predicted: slice | None = None  # labels in the sum; None: the loss is a mean over samples
+    _balance: float = 0.0  # the weight of the output's aux_loss
 
     def _with_labels(self, batch: Any) -> Any:
         if isinstance(batch, Tensor) and len(self.labels) == 1:
@@ -61,10 +62,14 @@ class OwnLoss:
 
         args = [value_of(value) for value in self._args]
         kwargs = {k: value_of(v) for k, v in self._kwargs.items()}
-        if self._predicted is None:
-            return self._function(*args, **kwargs)
-        kwargs["num_items_in_batch"] = 1  # transformers then divides the sum by 1
-        return self._function(*args, **kwargs), self.count(batch)
+        count = None
+        if self._predicted is not None:
+            kwargs["num_items_in_batch"] = 1  # transformers then divides the sum by 1
+            count = self.count(batch)
+        loss = self._function(*args, **kwargs)
+        if self._balance:
+            loss = loss + self._balance * output["aux_loss"] * (1 if count is None else count)
+        return loss if count is None else (loss, count)
 
 
 class _Argument(NamedTuple):
@@ -89,6 +94,13 @@ def own_loss(
     try:
         with evaluated(model):
             loss = learned()
+            if "aux_loss" in output and isinstance(loss, OwnLoss):
+                loss = replace(loss, _balance=float(model.router_aux_loss_coef))
+                with running(model, stand_ins):
+                    whole = model(**{**batch, **columns.fixed, "output_router_logits": True})
+                    total, count = loss(whole, batch)
+                if stand_ins is None and not close(total / count, whole["loss"]):
+                    return f"a {type(model).__name__} adds its aux_loss otherwise; give a loss_fn"
             if isinstance(loss, OwnLoss):
                 # In training mode it may add a term. One sample may be too few to run that.
                 with untouched(model), forked_rng([model]), suppress(Exception):
@@ -123,6 +135,10 @@ def _learned(
     vars(copied)["_loss_function"] = watched
     with running(copied, stand_ins):
         output = copied(**batch, **fixed)
+    if not calls and stand_ins is None:
+        standard = _standard(copied, batch, output, labels, fixed)
+        if standard is not None:
+            return _counted(standard, output, batch)
     if len(calls) != 1:
         return f"a {kind} computes its loss otherwise than by its loss_function; give a loss_fn"
     args, kwargs, returned, version = calls[0]
@@ -151,6 +167,48 @@ def _learned(
     if stand_ins is not None:  # there are no values, so make some up
         output = {key: _with_values(value) for key, value in output.items()}
         batch = {key: _with_values(value) for key, value in batch.items()}
+    return _counted(loss, output, batch)
+
+
+def _standard(
+    model: Any,
+    batch: Mapping[str, Tensor],
+    output: Mapping[str, Any],
+    labels: tuple[str, ...],
+    fixed: Mapping[str, Any],
+) -> OwnLoss | None:
+    """Return the loss of transformers that gives the same number as the model's own code."""
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    logits = [name for name in output if name.endswith("logits")]
+    width, first = output[logits[0]].shape[-1], batch[labels[0]]
+    # More samples, with other labels, show weights of classes; then what ignored labels do.
+    doubled = {n: torch.cat([t, t]) if len(t) == len(first) else t for n, t in batch.items()}
+    for name in labels:
+        t = batch[name]
+        doubled[name] = torch.cat([t, 1 - t if t.is_floating_point() else (t + 1) % width])
+    trials = [doubled]
+    if first.dim() > 1 and not first.is_floating_point():
+        trials.append({**batch, labels[0]: _some_ignored(first)})
+    results = [(model(**trial, **fixed), trial) for trial in trials]
+    arguments: dict[str, Any] = {name: _Argument("output", name) for name in logits}
+    arguments.update((name, _Argument("batch", name)) for name in labels)
+    # Each function takes some of these and ignores the others.
+    arguments.update(pooled_logits=arguments.get("logits"), vocab_size=width, config=model.config)
+    function = LOSS_MAPPING.get(model.loss_type)
+    for candidate in filter(None, (function, LOSS_MAPPING["ForMaskedLM"])):
+        loss = OwnLoss(candidate, (), arguments, labels)
+        with suppress(TypeError, ValueError, IndexError, RuntimeError):
+            if all(
+                close(torch.as_tensor(loss(result, trial)).to(result["loss"]), result["loss"])
+                for result, trial in results
+            ):
+                return loss
+    return None
+
+
+def _counted(loss: OwnLoss, output: Any, batch: Mapping[str, Any]) -> OwnLoss:
+    """Return the loss as a sum and a count if it is a mean over labels."""
     # Is it a mean over all labels, or over all but the first (next-token prediction)?
     for predicted in (slice(None), slice(1, None)):
         summed = replace(loss, _predicted=predicted)
@@ -171,9 +229,7 @@ def _is_quotient(loss: OwnLoss, summed: OwnLoss, output: Any, batch: Mapping[str
     """Whether the loss is sum / count, also when some labels are ignored."""
     if len(summed.labels) > 1 or batch[summed.labels[0]].is_floating_point():
         return False
-    labels = batch[summed.labels[0]].clone()
-    labels.view(-1)[1::3] = _IGNORED
-    batch = {**batch, summed.labels[0]: labels}
+    batch = {**batch, summed.labels[0]: _some_ignored(batch[summed.labels[0]])}
     try:
         mean = loss(output, batch)
         total, count = summed(output, batch)
@@ -181,6 +237,12 @@ def _is_quotient(loss: OwnLoss, summed: OwnLoss, output: Any, batch: Mapping[str
         return total.shape == mean.shape and close(total / count, mean)
     except (TypeError, ValueError, IndexError, RuntimeError):
         return False
+
+
+def _some_ignored(labels: Tensor) -> Tensor:
+    labels = labels.clone()
+    labels.view(-1)[1::3] = _IGNORED
+    return labels
 
 
 def _labels(
@@ -202,3 +264,47 @@ def _labels(
     sizes = logits.shape[:-1]
     numbers = torch.arange(sizes.numel(), device=logits.device).view(sizes)
     return {"labels": numbers % logits.shape[-1]}
+
+
+# The loss that balances a mixture's experts: transformers' load_balancing_loss_func, from sums
+
+
+def routers_of(
+    model: nn.Module, inputs: Mapping[str, Tensor], fixed: Mapping[str, Any]
+) -> dict[str, int]:
+    """Return the modules that make ``router_logits``, and which of their results these are."""
+    names = {module: name for name, module in model.named_modules()}
+    sources: dict[int, tuple[str, int]] = {}
+
+    def end(module: nn.Module, _: object, output: Any) -> None:
+        results = enumerate(output if isinstance(output, tuple) else (output,))
+        sources.update((id(result), (names[module], index)) for index, result in results)
+
+    with evaluated(model), hooked(names, lambda *_: None, end):
+        output = model(**inputs, **fixed)
+    routers = dict(sources.get(id(t), ("", 0)) for t in output.get("router_logits") or ())
+    if not all(routers) or output.get("aux_loss") is None:
+        raise ValueError(
+            f"model: its config asks for output_router_logits, of which a {type(model).__name__} "
+            "makes no aux_loss that its stages could; set model.config.output_router_logits = False"
+        )
+    return routers
+
+
+def routed_sums(logits: Tensor, top_k: int, mask: Tensor | None) -> Tensor:
+    """Sum over tokens how often an expert is among the top k, and its probability: (2, experts)."""
+    probabilities = torch.softmax(logits, -1)
+    chosen = probabilities.topk(top_k, -1).indices
+    counts = torch.zeros_like(probabilities).scatter_(1, chosen, 1.0)
+    both = torch.stack([counts, probabilities]).float()
+    return both.sum(1) if mask is None else mask.flatten().to(both) @ both
+
+
+def balance_loss(sums: Tensor, top_k: int) -> Tensor:
+    """Return experts * sum of an expert's share of tokens * its mean probability, a 0-d tensor.
+
+    That is equations 4 to 6 of Switch Transformer (arXiv 2101.03961), over all layers at once.
+    """
+    counts, probabilities = sums / (sums[0].sum() / top_k)
+    loss: Tensor = len(counts) * counts @ probabilities
+    return loss

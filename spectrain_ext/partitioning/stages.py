@@ -16,7 +16,7 @@ from spectrain_ext.transport.message import Value
 from .blocks import BlockList, blocks_of, mark, slices_of, ties_of
 from .cut import REMEDY, Cut, HasDocument, PlannedCut, check_ends, check_stages, cut, planned_cut
 from .decoders import Decoder
-from .outline import adapted, is_pretrained
+from .outline import adapted, has_two_lists, is_pretrained
 from .own_loss import OwnLoss
 from .profile import Profile, Tie, measure_on_rank_0, profile_by_parameters, written_buffers
 from .traced import Traceable
@@ -130,7 +130,7 @@ def partition(
 
             - a Hugging Face model with a list of blocks, such as a decoder, or a ``PeftModel`` of
               one. It is cut between the blocks; the parts before and after the list count as one
-              block each.
+              block each. An encoder of images is in the block before.
             - an ``nn.Sequential`` or a list of modules, cut between its blocks.
             - any other module that torch.export can trace. It is traced in training and in
               evaluation mode; if one fails, the stages' ``train`` or ``eval`` raises. It is cut
@@ -283,7 +283,7 @@ def _source(
             raise TypeError(f"model: {f'its module {name!r}' if name else 'it'} is {why}")
     base, _ = adapted(model)
     takes_ids = getattr(base, "main_input_name", None) == "input_ids"
-    if is_pretrained(base) and split_points is None and takes_ids:
+    if is_pretrained(base) and split_points is None and takes_ids and not has_two_lists(base):
         return Decoder(model, example, kept)
     if example is None:
         raise TypeError("example_input: expected a microbatch, got None")

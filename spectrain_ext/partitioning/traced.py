@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from operator import eq
@@ -19,6 +20,7 @@ from .outline import (
     Columns,
     columns_in,
     evaluated,
+    has_two_lists,
     hooked,
     is_pretrained,
     run_pretrained,
@@ -291,8 +293,11 @@ def _levels(model: nn.Module, calls: Mapping[nn.Module, int]) -> Iterator[list[s
     inner = [names[m] for m in calls if names.get(m) in once and m._parameters]
     depth = max((name.count(".") + 1 for name in inner), default=0)
     before: list[str] = []
-    for level in range(depth, 0, -1):
-        around = dict.fromkeys(".".join(name.split(".")[:level]) for name in inner)
+    for level in range(depth + has_two_lists(model), 0, -1):
+        if level > depth:  # the blocks of the lists, such as encoder.layers.0
+            around = dict.fromkeys(re.sub(r"(\.\d+)\..*", r"\1", name) for name in inner)
+        else:
+            around = dict.fromkeys(".".join(name.split(".")[:level]) for name in inner)
         # A module that contains other candidates does not begin a block.
         outer = {name for name in around if any(n.startswith(name + ".") for n in around)}
         level_names = [name for name in around if name not in outer and name in once]

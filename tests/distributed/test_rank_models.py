@@ -32,14 +32,14 @@ def test_cuts_are_rank_0s_or_nobodys():
     assert its_ends == ends
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_decoder_as_in_one_process(tied):
+@pytest.mark.parametrize("kind", ["untied", "tied", "experts", "images"])
+def test_a_decoder_as_in_one_process(kind):
     pytest.importorskip("transformers")
     torch.set_num_threads(1)
-    losses, state, said = model_programs.decoder(0, 1, tied)
+    losses, state, said = model_programs.decoder(0, 1, kind)
     assert not said
     found = {}
-    for rank, (others, part, said) in enumerate(run_ranks(model_programs.decoder, 3, tied)):
+    for rank, (others, part, said) in enumerate(run_ranks(model_programs.decoder, 3, kind)):
         assert len(said) == 1
         assert f"trained stages {[k for k in range(3) if k != rank]} of this model" in said[0]
         assert others == pytest.approx(losses, rel=1e-6)

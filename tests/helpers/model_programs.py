@@ -70,16 +70,28 @@ def cuts(rank, ranks):
     return found, ends
 
 
-def decoder(rank, ranks, tied):
+def decoder(rank, ranks, kind):
     """Cut and train a decoder on every rank.
 
     Return losses, weights by the model's names, and warnings of the uncut model's state_dict.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers as tf
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=tied))
-    parts = st.partition(model, 3, profile="parameters")
+    example = None
+    if kind == "experts":
+        asking = {"num_local_experts": 4, "output_router_logits": True}
+        model = tf.MixtralForCausalLM(tf.MixtralConfig(**LLAMA, **asking))
+    elif kind == "images":
+        vision = {"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24}
+        vision.update(num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
+        text = {"model_type": "llama", **LLAMA}
+        config = {"text_config": text, "vision_config": vision, "image_token_index": 60}
+        model = tf.LlavaForConditionalGeneration(tf.LlavaConfig(**config))
+        example = next(batches(images=True))
+    else:
+        model = tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA, tie_word_embeddings=kind == "tied"))
+    parts = st.partition(model, 3, example, profile="parameters")
     if ranks == 1:
         pipe = st.Pipeline(parts, sgd, parts.loss_fn, microbatches=3)
     else:
@@ -91,9 +103,11 @@ def decoder(rank, ranks, tied):
             microbatches=3,
             passes=[st.passes.ShareLoss()],
         )
-    losses = [result.loss.item() for result in pipe.run(batches())]
+    losses = [result.loss.item() for result in pipe.run(batches(kind == "images"))]
     said = warnings_of(model.state_dict)
-    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    copied = copy.deepcopy(model)
+    if example is None and kind != "experts":  # transformers' hooks cannot be pickled
+        copied = pickle.loads(pickle.dumps(copied))
     model.load_state_dict(model.state_dict(keep_vars=True))
     assert not warnings_of(pipe.state_dict, copied.state_dict, model.state_dict)
     return losses, dict(pipe.state_dict()), said
@@ -107,13 +121,16 @@ def warnings_of(*calls):
     return [str(each.message) for each in found]
 
 
-def batches():
+def batches(images=False):
     generator = torch.Generator().manual_seed(5)
     for size, length in ((6, 7), (6, 7), (6, 9), (4, 5), (2, 8)):
         ids = torch.randint(1, 61, (size, length), generator=generator)
         mask = (torch.arange(length) < torch.randint(2, length, (size, 1))).long()
         labels = ids.masked_fill(mask == 0, -100)
         added = {"idx": torch.arange(3), "text": ["a"] * size}  # added by a collator
+        if images:
+            ids.clamp_(max=59)[:, 1:5] = 60
+            added["pixel_values"] = torch.randn(size, 3, 28, 28, generator=generator)
         yield {"input_ids": ids, "attention_mask": mask, "labels": labels, **added}
 
 

@@ -28,3 +28,17 @@ def test_both_modes_are_the_models(family):
     found = families.outcome(family, *config or [{}])
     kind, _, why = expected.partition(": ")
     assert found == expected if kind != "refused" else why in found
+
+
+ROUTED = ("ernie4_5_moe", "flex_olmo", "gpt_oss", "granitemoe", "jamba", "laguna", "minimax")
+ROUTED += ("mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "qwen3_next")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ROUTED)
+def test_the_loss_that_balances_experts_is_the_models(family: str) -> None:
+    from helpers import families
+
+    _, *config = FAMILIES[family]
+    asking = {**(config or [{}])[0], "output_router_logits": True}
+    assert families.outcome(family, asking) in ("equal", "close")
