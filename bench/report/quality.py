@@ -18,8 +18,10 @@ from studies.frontier import Interval
 from . import read
 from .races import STUDY, races
 
-#: Studies of the paper's models; of corrections, schedules and averages by others; of deep delays.
+#: Studies of the paper's models; of corrections, schedules and averages by others; of deep delays;
+#: of error feedback.
 PAPER, FIELD, DEEP = "2026-11-22-accuracy", "2026-11-23-field", "2026-11-25-deep"
+FEEDBACK = "2026-11-26-feedback"
 
 Row = dict[str, Any]
 
@@ -129,6 +131,7 @@ def trained(results: Path) -> str:
 #: Columns of the summary: heading, folder, file, M; all in eight stages.
 _SUMMARY = (
     ("text, AdamW, M = 8", STUDY, "text", 8),
+    ("text, AdamW, M = 8", FEEDBACK, "text", 8),
     ("digits, SGD, M = 8", FIELD, "one-late", 8),
     ("digits, SGD, M = 8", STUDY, "digits", 8),
     ("text, SOAP, M = 1", DEEP, "text-800-soap", 1),
@@ -152,6 +155,7 @@ _DEEP = {
     "digits": "digits",
     "marin": "Marin",
 }
+_FEEDBACK = {"text": "AdamW", "text-muon": "Muon"}
 #: Variants of screens, which are in the JSON only.
 _SCREENED = re.compile(r"second-order-|nadam|msnag")
 
@@ -194,12 +198,21 @@ def digits(results: Path) -> str:
 
 def deep(results: Path) -> str:
     """All rows of the studies of deep delays."""
+    return _studies(results, DEEP, _DEEP)
+
+
+def feedback(results: Path) -> str:
+    """All rows of the studies of error feedback on text."""
+    return _studies(results, FEEDBACK, _FEEDBACK)
+
+
+def _studies(results: Path, folder: str, names: Mapping[str, str]) -> str:
     return _table(
         "study|",
         [
             [said, *line]
-            for name, said in _DEEP.items()
-            for line in _lines(rows_of(results, name, DEEP), {}, DEEP)
+            for name, said in names.items()
+            for line in _lines(rows_of(results, name, folder), {}, folder)
         ],
     )
 

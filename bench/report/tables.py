@@ -45,6 +45,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "frontier.deep": quality.deep,
     "frontier.digits": quality.digits,
     "frontier.even": races.even,
+    "frontier.feedback": quality.feedback,
     "frontier.text": quality.text,
     "gpu.steps": speed.gpu_steps,
     "headline": headline,
