@@ -486,14 +486,10 @@ class Pipeline(Loops):
     def weights(self) -> Iterator[None]:
         """Inside a ``with`` block, the parameters of the stages here hold the true weights.
 
-        In a run they may hold predicted weights, or those of an older version, until the next
-        result is asked for. The modules may be read, called, copied and saved inside. Parameters
-        are pointed at the true weights, which copies nothing; weights that ``master_dtype`` keeps
-        in float32 are rounded into a copy, and so are tied weights on another device. Between two
-        runs nothing changes.
-
-        A tied weight that another process trains stays as it was received. With
-        ``passes.AverageWeights`` each replica has its own weights.
+        Between two results of a run they may hold predicted or older ones. Inside, modules may be
+        read, called, copied and saved. Parameters are pointed at the true weights; only those that
+        ``master_dtype`` made wider, or that are tied over devices, are copied. Without a run,
+        nothing changes.
 
         Raises:
             RuntimeError: on exit, if a parameter was changed in place; and from a run that goes on
