@@ -169,6 +169,21 @@ def test_a_loss_by_tokens_is_that_of_the_whole_minibatch(name: str) -> None:
     assert pipe.evaluate(data)["loss"] == pytest.approx(whole / sum(counts), rel=1e-5)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_model_writes_text_and_is_saved_in_the_loop(tied: bool, tmp_path: Path) -> None:
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA, tie_word_embeddings=tied))
+    parts = st.partition(model, 3, profile="parameters")
+    pipe = st.Pipeline(parts, lambda p: st.optim.AdamW(p, lr=0.01), parts.loss_fn)
+    ids = torch.randint(1, 61, (6, 8))
+    for _ in pipe.run([{"input_ids": ids, "labels": ids}] * 5):
+        with pipe.weights():
+            model.save_pretrained(tmp_path)
+            words = model.generate(ids[:1, :3], max_new_tokens=5, do_sample=False)
+        saved = tf.LlamaForCausalLM.from_pretrained(tmp_path)
+        torch.testing.assert_close(saved.state_dict(), dict(pipe.state_dict()), rtol=0, atol=0)
+        assert torch.equal(saved.generate(ids[:1, :3], max_new_tokens=5, do_sample=False), words)
+
+
 def test_the_model_itself_is_left_alone():
     model = made("Llama").train()
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
