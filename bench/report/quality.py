@@ -155,7 +155,7 @@ _DEEP = {
     "digits": "digits",
     "marin": "Marin",
 }
-_FEEDBACK = {"text": "AdamW", "text-muon": "Muon"}
+_FEEDBACK = {"text": "AdamW", "text-cosine": "AdamW, cosine", "text-muon": "Muon"}
 #: Variants of screens, which are in the JSON only.
 _SCREENED = re.compile(r"second-order-|nadam|msnag")
 
