@@ -19,6 +19,7 @@ from studies.sparse import Sparse
 METHODS = [
     *("sync", "gpipe", "1f1b", "vanilla", "pipedream", "pipedream-2bw", "spectrain"),
     *("spectrain-stash", "auto", "second-order", "lwp-w", "xpipe", "pipedream-vertical-sync"),
+    "error-feedback",
 ]
 WAYS = {
     "elastic": (st.averaging.Elastic(0.3), lambda: (ElasticOracle, 0.3)),
