@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from .ties import Copy
 
 
 @contextmanager
-def true_weights(executor: Executor, copies: Iterable[Copy]) -> Iterator[None]:
+def true_weights(executor: Executor, copies: Sequence[Copy]) -> Iterator[None]:
     """Inside, the stages' parameters hold the true weights, and their modules may be saved."""
     stages = executor.stages
     with deferred():
@@ -31,16 +31,18 @@ def true_weights(executor: Executor, copies: Iterable[Copy]) -> Iterator[None]:
         with deferred():
             changed = {p for p, _, version in before if p._version != version}
             executor.follow_caller()
+            tied = {copy.held for copy in copies}
             for p, data, _ in before:
-                p.data = data
+                if executor.running or p in tied:
+                    p.data = data
             if executor.running:
                 for attributes, guard in guards:
                     attributes.update(guard)
             else:  # the run has ended inside, and with it the use of all other buffers
-                for stage in stages:
-                    if stage.storage is not None:
-                        stage.storage.point(stage.storage.home)
-    for stage in stages:
+                for storage in (stage.storage for stage in stages):
+                    if storage is not None:
+                        storage.point(storage.home)
+    for stage in stages if changed else ():
         for name, p in stage.module.named_parameters():
             if p in changed:
                 raise RuntimeError(
@@ -56,7 +58,7 @@ def _true_weights(executor: Executor, copies: Iterable[Copy]) -> dict[Tensor, Te
     for stage in executor.stages:
         if stage.weights is not None:
             true = stage.weights.true_weights()
-            shown.update((p, true[p].detach().to(p.dtype)) for p in stage.weights.params)
+            shown.update((p, true[p].to(p.dtype)) for p in stage.weights.params)
     for copy in copies:
         if copy.original is not None:
             weights = shown.get(copy.original, copy.original.detach())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import closing
+from itertools import product
 
 import pytest
 import torch
@@ -126,13 +127,17 @@ def test_what_must_not_happen_in_a_block_with_the_true_weights(dtype):
             stages[1][2].bias.data.add_(1 / 0)
         next(run)
 
-    for ends in (next, lambda run: run.close()):
+    for ends, releases in product((next, lambda run: run.close()), (False, True)):
         run = pipe.run(data)
         next(run)
         match = r"next result inside `with pipe\.weights\(\):`, leave that block first"
         with pytest.raises(RuntimeError, match=match), pipe.weights():
             before = copy.deepcopy(stages.state_dict())
-            ends(run)
+            try:
+                ends(run)
+            finally:
+                if releases:
+                    pipe.release()
         with pipe.weights():
             copy.deepcopy(stages)
         same(pipe.state_dict(), before)
