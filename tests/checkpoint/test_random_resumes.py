@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from helpers.checkpoint_cases import same, state_of
 from helpers.random_programs import Program, seeds
+from torch import nn
 
 import spectrain_ext as st
 from spectrain_ext.checkpoint import load, save
@@ -38,7 +40,7 @@ def script_of(program: Program) -> list[tuple[list[int], int | None, list[str]]]
 
 
 def trained(program: Program, script: list[Any], path: Path | None) -> tuple[Any, ...]:
-    """Return all losses and the final state; a ``path`` enables what is between segments."""
+    """Return all losses and the final state; a ``path`` enables looks at the true weights."""
     losses = []
     torch.manual_seed(1)
     pipe = program.pipeline()
@@ -46,6 +48,9 @@ def trained(program: Program, script: list[Any], path: Path | None) -> tuple[Any
         run = pipe.run(program.batches(sizes, salt=n))
         for result in run:
             losses.append(result.loss)
+            if path is not None:
+                with pipe.weights():
+                    copy.deepcopy(nn.ModuleList(pipe.children()))
             if result.index == last:
                 break
         run.close()
