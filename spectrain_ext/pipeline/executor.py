@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import GEN_RUNNING, GEN_SUSPENDED, getgeneratorstate
 from weakref import WeakSet, ref
@@ -29,6 +29,7 @@ class Executor:
         self._results: ref[Generator[Result, None, None]] | None = None  # of the last run
         self._now: Run | None = None  # until it has ended
         self._begun = 0  # by the last run
+        self.look: Callable[[], None] | None = None  # ends the caller's look at the true weights
         _made.add(self)
 
     # A run.
@@ -96,13 +97,21 @@ class Executor:
 
     def _take_back(self) -> None:
         """Take gradients and optimizers back from the caller, who may have moved parameters."""
+        self.end_look()
         for stage in self.stages:
             stage.take_back()
+
+    def end_look(self) -> None:
+        """End what ``Pipeline.weights`` has begun, if that has not ended."""
+        with deferred():
+            if self.look is not None:
+                self.look()
+                self.look = None
 
     def _end(self, run: Run) -> None:
         """Put the true weights back and let the caller's streams follow; may be repeated."""
         self._begun = run.begun
-        ends = [stage.compute.end for stage in run.stages]
+        ends = [self.end_look, *(stage.compute.end for stage in run.stages)]
         if run.trains:
             ends += [stage.let_go_of_weights for stage in self.stages]
         ends += [self.processes.end, *(end.end for end in self.wires.tie_ends)]

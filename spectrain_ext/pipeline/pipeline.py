@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import takewhile
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -482,18 +482,16 @@ class Pipeline(Loops):
         with self.weights():
             return super().state_dict(*args, **kwargs)
 
-    @contextmanager
-    def weights(self) -> Iterator[None]:
+    def weights(self) -> AbstractContextManager[None]:
         """Inside a ``with`` block, the parameters of the stages here hold the true weights.
 
         Between two results of a run they may hold predicted or older ones. Inside, modules may be
-        read, called, copied and saved. Parameters are pointed at the true weights; only those that
-        ``master_dtype`` made wider, or that are tied over devices, are copied. Without a run,
-        nothing changes.
+        read, called, copied and saved, until the run is asked for its next result. Parameters are
+        pointed at the true weights; only those that ``master_dtype`` made wider, or that are tied
+        over devices, are copied. Without a run, nothing changes.
 
         Raises:
-            RuntimeError: on exit, if a parameter was changed in place; and from a run that goes on
-                inside.
+            RuntimeError: on exit, if a parameter was changed in place.
 
         Example:
             >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
@@ -505,13 +503,11 @@ class Pipeline(Loops):
             ...         average.update_parameters(model)
         """
         self._mend(changed=True)
-        if not self._executor.running:
-            yield
-            return
-        from .true_weights import true_weights
+        if self._executor.look is not None or not self._executor.running:
+            return nullcontext()
+        from .true_weights import TrueWeights
 
-        with true_weights(self._executor, self._copies):
-            yield
+        return TrueWeights(self._executor, self._copies)
 
     def _mend(self, changed: bool = False) -> None:
         """Finish the end of a run that an exception cut short."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 
@@ -14,53 +14,56 @@ from .names import bare
 from .ties import Copy
 
 
-@contextmanager
-def true_weights(executor: Executor, copies: Sequence[Copy]) -> Iterator[None]:
+class TrueWeights(AbstractContextManager[None]):
     """Inside, the stages' parameters hold the true weights, and their modules may be saved."""
-    stages = executor.stages
-    with deferred():
-        executor.let_caller_follow()
-        guards = [lifted for stage in stages for lifted in stage.guard.lift(stage.guarded)]
-        shown = _true_weights(executor, copies)
-        before = [(p, p.data, p._version) for p in shown]
-        for p, weights in shown.items():
-            p.data = weights
-    try:
-        yield
-    finally:
+
+    # A class, as in interrupts.py: an interrupt inside contextlib's code would bypass the end. One
+    # on the way to the end does; the executor then ends this before it goes on.
+
+    def __init__(self, executor: Executor, copies: Sequence[Copy]) -> None:
+        self._executor, self._copies = executor, copies
+        self._changed: set[Tensor] = set()
+
+    def __enter__(self) -> None:
+        executor, stages = self._executor, self._executor.stages
         with deferred():
-            changed = {p for p, _, version in before if p._version != version}
-            executor.follow_caller()
-            tied = {copy.held for copy in copies}
-            for p, data, _ in before:
-                if executor.running or p in tied:
-                    p.data = data
-            if executor.running:
-                for attributes, guard in guards:
-                    attributes.update(guard)
-            else:  # the run has ended inside, and with it the use of all other buffers
-                for storage in (stage.storage for stage in stages):
-                    if storage is not None:
-                        storage.point(storage.home)
-    for stage in stages if changed else ():
-        for name, p in stage.module.named_parameters():
-            if p in changed:
-                raise RuntimeError(
-                    f"weights: stages[{stage.index}]: parameter {bare(name)!r} was changed in "
-                    "place, and predictions for minibatches in flight do not follow; end the run "
-                    "before you change parameters"
-                )
+            executor.let_caller_follow()
+            shown = self._true_weights()
+            self._guards = [each for stage in stages for each in stage.guard.lift(stage.guarded)]
+            self._before = [(p, p.data, p._version) for p in shown]
+            executor.look = self.end
+            for p, weights in shown.items():
+                p.data = weights
 
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
+        self._executor.end_look()
+        for stage in self._executor.stages if self._changed and kind is None else ():
+            for name, p in stage.module.named_parameters():
+                if p in self._changed:
+                    raise RuntimeError(
+                        f"weights: stages[{stage.index}]: parameter {bare(name)!r} was changed in "
+                        "place, and predictions for minibatches in flight do not follow; end the "
+                        "run before you change parameters"
+                    )
 
-def _true_weights(executor: Executor, copies: Iterable[Copy]) -> dict[Tensor, Tensor]:
-    """Return where the true weights are; copies of those in another dtype or on another device."""
-    shown: dict[Tensor, Tensor] = {}
-    for stage in executor.stages:
-        if stage.weights is not None:
-            true = stage.weights.true_weights()
-            shown.update((p, true[p].to(p.dtype)) for p in stage.weights.params)
-    for copy in copies:
-        if copy.original is not None:
-            weights = shown.get(copy.original, copy.original.detach())
-            shown[copy.held] = weights.to(copy.held.device)
-    return shown
+    def end(self) -> None:
+        """Point the parameters at what they held before; may be repeated."""
+        self._changed.update(p for p, _, version in self._before if p._version != version)
+        self._executor.follow_caller()
+        for p, data, _ in self._before:
+            p.data = data
+        for attributes, guard in self._guards:
+            attributes.update(guard)
+
+    def _true_weights(self) -> dict[Tensor, Tensor]:
+        """Return where they are; copies of those in another dtype or on another device."""
+        shown: dict[Tensor, Tensor] = {}
+        for stage in self._executor.stages:
+            if stage.weights is not None:
+                true = stage.weights.true_weights()
+                shown.update((p, true[p].to(p.dtype)) for p in stage.weights.params)
+        for copy in self._copies:
+            if copy.original is not None:
+                weights = shown.get(copy.original, copy.original.detach())
+                shown[copy.held] = weights.to(copy.held.device)
+        return shown

@@ -196,8 +196,7 @@ class StageWeights:
             raise RuntimeError(
                 f"stages[{stage}]: parameter {name!r} left the pipeline's flat buffer, as by "
                 ".to() or load_state_dict(assign=True); change parameters in place, or call "
-                "release() first and build a new Pipeline afterwards (if a run was asked for its "
-                "next result inside `with pipe.weights():`, leave that block first)"
+                "release() first and build a new Pipeline afterwards"
             )
 
     def _holds(self, p: Tensor) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from contextlib import closing
-from itertools import product
 
 import pytest
 import torch
@@ -127,21 +126,37 @@ def test_what_must_not_happen_in_a_block_with_the_true_weights(dtype):
             stages[1][2].bias.data.add_(1 / 0)
         next(run)
 
-    for ends, releases in product((next, lambda run: run.close()), (False, True)):
-        run = pipe.run(data)
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("ends", ["next", "close", "release"])
+def test_a_run_that_goes_on_or_ends_ends_the_block_with_the_true_weights(ends, dtype):
+    stages = nn.Sequential(*tanh_stages(3)).to(dtype)
+    more = {"master_dtype": None if dtype is torch.float64 else torch.float32}
+    plain, pipe = (
+        st.Pipeline(copy.deepcopy(stages), sgd(), mse, "spectrain", **more) for _ in range(2)
+    )
+    data = [(x.to(dtype), y.to(dtype)) for x, y in batches(8)]
+    model, runs = nn.Sequential(*pipe.children()), [each.run(data) for each in (plain, pipe)]
+    for run in runs:
         next(run)
-        match = r"next result inside `with pipe\.weights\(\):`, leave that block first"
-        with pytest.raises(RuntimeError, match=match), pipe.weights():
-            before = copy.deepcopy(stages.state_dict())
-            try:
-                ends(run)
-            finally:
-                if releases:
-                    pipe.release()
-        with pipe.weights():
-            copy.deepcopy(stages)
-        same(pipe.state_dict(), before)
-        losses(pipe, data)
+    with pipe.weights():
+        inside = copy.deepcopy(model)
+        if ends == "next":
+            assert torch.equal(*(next(run).loss for run in runs))
+            with pytest.raises(RuntimeError, match="do this inside"):
+                copy.deepcopy(model)
+        else:
+            for run in runs:
+                run.close()
+        if ends == "release":
+            pipe.release()
+            plain.release()
+    if ends == "next":
+        assert torch.equal(*(torch.stack([result.loss for result in run]) for run in runs))
+    same(pipe.state_dict(), plain.state_dict())
+    same(pipe.state_dict(), model.state_dict())
+    assert not all(map(torch.equal, model.parameters(), inside.parameters()))
+    assert torch.equal(*(torch.stack(losses(each, data)) for each in (plain, pipe)))
 
 
 def refused(pipe):

@@ -64,15 +64,18 @@ def interrupted(case, *numbers, leaves=False):
     """
     pipe = case.pipe()
     modules = list(pipe.children())
-    state = torch.get_rng_state()
+    state, run = torch.get_rng_state(), None
     try:
         with Interrupts(*numbers) as interrupts:
             run = pipe.run(case.data)
             next(run)
+            with pipe.weights():
+                copies(modules)
             run.close() if leaves else list(run)
         return 0
     except KeyboardInterrupt:
-        pass
+        if run is not None:  # no effect, unless the interrupt came between two results
+            run.close()
     before = copies(modules)
     found = pipe.state_dict()
     if len(numbers) == 1:  # raised without a request
