@@ -151,9 +151,6 @@ def checked_batches(batches: object) -> Iterable[object]:
     raise TypeError(f"batches: expected an iterable of batches, got {type(batches).__name__}")
 
 
-# A run that is never started.
-
-
 def warn_unless_begun(run: Iterator[Result], begun: list[bool]) -> Iterator[Result]:
     """Return the run; warn if it is dropped before its first step, as when taken for a call."""
     finalize(run, _warn_unless, begun).atexit = False

@@ -74,8 +74,7 @@ _logger = logging.getLogger(__name__)
 class Pipeline(Loops):
     """Trains a model that is cut into stages, in one process, with several minibatches in flight.
 
-    docs/pipeline.md explains the arguments that need more than a line. ``print(pipe)`` shows
-    stages, method, delays and memory, ``print(*pipe.children())`` the modules.
+    ``print(pipe)`` shows it, ``print(*pipe.children())`` the modules; docs/pipeline.md says more.
 
     Args:
         stages: the parts of the model, in order. Each takes what the previous one returned: a
@@ -486,9 +485,8 @@ class Pipeline(Loops):
         """Inside a ``with`` block, the parameters of the stages here hold the true weights.
 
         Between two results of a run they may hold predicted or older ones. Inside, modules may be
-        read, called, copied and saved, until the run is asked for its next result. Parameters are
-        pointed at the true weights; only those that ``master_dtype`` made wider, or that are tied
-        over devices, are copied. Without a run, nothing changes.
+        read, called, copied and saved, until the run is asked for its next result. Nothing is
+        copied but masters in a wider dtype. Without a run, nothing changes.
 
         Raises:
             RuntimeError: on exit, if a parameter was changed in place.

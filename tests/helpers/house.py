@@ -25,14 +25,14 @@ DOCUMENTED = {f"spectrain_ext.{name}" for name in ("cli.__main__", "operators.la
 
 #: Whoever gets below a ceiling lowers it. Raising one takes a sentence in CHANGELOG.md.
 CEILINGS = {
-    "package, lines": 30274,
+    "package, lines": 30278,
     "package, files": 141,
-    "core, lines": 11963,
+    "core, lines": 11962,
     "core, files": 56,
     "csrc, lines": 5171,
     "bench, lines": 7430,
     "studies, lines": 5153,
-    "tests, lines": 36657,
+    "tests, lines": 36701,
     "tests that import inner modules": 14,
     "manual, words": 26017,
     "arguments of Pipeline": 15,
