@@ -34,7 +34,7 @@ CEILINGS = {
     "studies, lines": 5153,
     "tests, lines": 36701,
     "tests that import inner modules": 14,
-    "manual, words": 26015,
+    "manual, words": 26030,
     "arguments of Pipeline": 15,
     "arguments of DistributedPipeline": 18,
     "names in spectrain_ext": 42,
