@@ -32,7 +32,7 @@ CEILINGS = {
     "csrc, lines": 5171,
     "bench, lines": 7430,
     "studies, lines": 5153,
-    "tests, lines": 36701,
+    "tests, lines": 36713,
     "tests that import inner modules": 14,
     "manual, words": 26030,
     "arguments of Pipeline": 15,
