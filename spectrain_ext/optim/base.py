@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import RLock
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -54,6 +54,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     _parameters: Parameters
     _launches: Launches
     rate_factor: float  # on the groups' learning rates, in steps and predictions until `unbind`
+    has_modes = False  # whether training and evaluation have different weights, see `Foreign`
 
     def __init__(self, *args: Any, momentum_dtype: torch.dtype | None = None, **more: Any) -> None:
         """Take the arguments of torch's class, and `momentum_dtype`."""
@@ -194,6 +195,9 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         """Return state tensors on a GPU outside the buffers of ``bind``."""
         tensors = [entry.get(key) for entry in self.state.values() for key in self.loose_keys]
         return [tensor for tensor in tensors if tensor is not None and tensor.is_cuda]
+
+    def set_mode(self, mode: Literal["train", "eval"]) -> None:
+        """Do nothing: training and evaluation have the same weights."""
 
     # The step.
 

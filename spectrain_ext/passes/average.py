@@ -69,7 +69,7 @@ class AverageWeights(Pass):
                 "DistributedPipeline(..., replicas=...)"
             )
         weights = stage.weights
-        if weights is not None and getattr(weights.updater, "has_modes", False):
+        if weights is not None and weights.updater.has_modes:
             kind = type(weights.optimizer).__name__
             raise ValueError(
                 f"AverageWeights: stages[{stage.index}] has a {kind}, whose train() and eval() "

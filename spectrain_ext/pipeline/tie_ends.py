@@ -113,10 +113,9 @@ class Lender:
         true = weights.true_weights() if weights is not None and weights.bound else {}
         sent = Buffer(f"true weights of stage {stage.index} that others have as well")
         stage.predict.wait(stage.computed)
-        set_mode = getattr(weights and weights.updater, "set_mode", None)
-        if true and set_mode is not None:  # as the end of the run will do
+        if true and weights is not None and weights.updater.has_modes:
             with stage.predict.using(writes=stage.memory):
-                set_mode("eval")
+                weights.updater.set_mode("eval")  # as the end of the run will do
         with stage.predict.using(reads=stage.memory, writes=(sent,)):
             tensors = [true.get(p, p).detach().to(p.dtype) for p in self._params]
         stage.predict.record(stage.loaded)

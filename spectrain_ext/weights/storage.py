@@ -224,7 +224,7 @@ class Storage:
                 now = self.home.flat.views[p]
                 same = true.to(now.dtype) == now
                 true.copy_(torch.where(same, true, now.to(true.dtype)))
-        if not isinstance(self.optimizer, PredictingOptimizer) and self.optimizer.has_modes:
+        if self.optimizer.has_modes:
             self.optimizer.set_mode("train")
             if self.master is not None:
                 self.copy(self.master.flat, self.home.flat)
@@ -237,7 +237,7 @@ class Storage:
         self._forget()
         # Without a begin, the home buffer already has them.
         try:
-            if self._running and not isinstance(self.optimizer, PredictingOptimizer):
+            if self._running:
                 self.optimizer.set_mode("eval")
         finally:
             if self._running and self.true is not self.home:
