@@ -112,15 +112,17 @@ def load(
             views = [body if only_model else _document_for(body, part) for part in parts]
             weights: list[Item] = [Weights(part) for part in parts]
             states = [(item, item.match(view)) for item, view in zip(weights, views, strict=True)]
-            unknown = weights_of(body).keys() | (base_of(body) or {}).keys()
+            base = base_of(body)
+            unknown = weights_of(body).keys() | (base or {}).keys()
             unknown -= {name for each in loads for name in each["names"]}
             unknown = {*unexpected(unknown, [part.module for part in parts])}
             if unknown:
                 raise ValueError(
                     f"has {min(unknown)!r}, which the model has not ({len(unknown)} such tensors)"
                 )
-            for part in () if only_model else parts:
-                check_trains(part, body)
+            if base is not None and not only_model:
+                for part in parts:
+                    check_trains(part, base)
             items: list[tuple[Item, Json]] = []
             if sampler is not None:
                 items.append((SamplerState(sampler, peers.rank), body))

@@ -391,11 +391,8 @@ def _check_base(name: str, entry: Json, tensor: Tensor) -> None:
         raise ValueError(f"was saved with another base: {name!r} has other values here")
 
 
-def check_trains(part: Part, body: Json) -> None:
-    """Raise ValueError if a checkpoint of trainable weights only has those of other parameters."""
-    base = base_of(body)
-    if base is None:
-        return
+def check_trains(part: Part, base: Json) -> None:
+    """Raise ValueError if a checkpoint with this base has the weights of other parameters."""
     named = [(part.names[key], p) for key, p in part.module.named_parameters()]
     for was, now, names in (
         ("frozen", "trained", [name for name, p in named if p.requires_grad and name in base]),

@@ -153,9 +153,7 @@ def write_tensors(path: Path, name: str, tensors: Mapping[str, Tensor]) -> tuple
         if not plain.is_contiguous():
             strides = plain.stride()
             entry["order"] = sorted(range(plain.dim()), key=strides.__getitem__, reverse=True)
-        if plain.is_complex():
-            plain = torch.view_as_real(plain)
-        plain = plain.contiguous()
+        plain = _stored(plain)
         if plain.data_ptr() in places:  # safetensors refuses one tensor with two names
             plain = plain.clone()
         places.add(plain.data_ptr())
@@ -175,15 +173,18 @@ def described(tensor: Tensor, by_value: bool = False) -> Json:
     dtype = str(tensor.dtype).removeprefix("torch.")
     entry: Json = {"dtype": dtype, "shape": list(tensor.shape)}
     if by_value:
-        plain = _plain(tensor)
-        plain = torch.view_as_real(plain) if plain.is_complex() else plain
-        entry["sha256"] = _sha256(plain.contiguous())
+        entry["sha256"] = _sha256(_stored(_plain(tensor)))
     return entry
 
 
 def _plain(tensor: Tensor) -> Tensor:
     """Resolve lazy conjugation and negation, which the bytes do not show."""
     return tensor.detach().cpu().resolve_conj().resolve_neg()
+
+
+def _stored(plain: Tensor) -> Tensor:
+    """Return what a file holds of a plain tensor."""
+    return (torch.view_as_real(plain) if plain.is_complex() else plain).contiguous()
 
 
 def _sha256(tensor: Tensor) -> str:
