@@ -105,8 +105,6 @@ class Loops(nn.Module):
         for _ in self._evaluator.run(self._with_columns(batches, several=True), work):
             pass
 
-    # Training.
-
     def fit(
         self,
         batches: Iterable[object] | None,
@@ -124,10 +122,8 @@ class Loops(nn.Module):
                 sampler, or of ``batches``, is called first.
             epochs: at least 1.
             callbacks: each is called with every ``Result``, in order, as soon as ``run`` yields it.
-            trace: as for ``run``.
-            keep: as for ``run``.
-            progress: where stderr is a terminal, shows minibatches, time left, a recent loss, rate,
-                gradient norm and speed, and a line for each epoch that ends; see docs/loops.md.
+            trace, keep: as for ``run``.
+            progress: where stderr is a terminal, shows loss, rate, norm and speed (docs/loops.md).
                 With several processes rank 0 shows it, with losses under ``ShareLoss``.
 
         Returns:

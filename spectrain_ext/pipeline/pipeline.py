@@ -493,8 +493,7 @@ class Pipeline(Loops):
 
         Example:
             >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-            >>> sgd = lambda params: st.optim.SGD(params, lr=0.01, momentum=0.9)
-            >>> pipe = st.Pipeline(model, sgd, nn.functional.mse_loss)
+            >>> pipe = st.Pipeline(model, lambda p: st.optim.SGD(p, lr=0.1), nn.functional.mse_loss)
             >>> average = torch.optim.swa_utils.AveragedModel(model)
             >>> for result in pipe.run([(torch.randn(6, 4), torch.zeros(6, 2))] * 3):
             ...     with pipe.weights():

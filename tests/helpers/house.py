@@ -25,9 +25,9 @@ DOCUMENTED = {f"spectrain_ext.{name}" for name in ("cli.__main__", "operators.la
 
 #: Whoever gets below a ceiling lowers it. Raising one takes a sentence in CHANGELOG.md.
 CEILINGS = {
-    "package, lines": 30278,
+    "package, lines": 30276,
     "package, files": 141,
-    "core, lines": 11962,
+    "core, lines": 11961,
     "core, files": 56,
     "csrc, lines": 5171,
     "bench, lines": 7430,
