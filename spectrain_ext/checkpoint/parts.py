@@ -313,18 +313,23 @@ class Weights(Item):
         for master, value in zip(self._part.masters.values(), masters, strict=True):
             master.copy_(value)
 
-    def _frozen(self) -> set[str]:
-        """Return the names of frozen parameters and of constant buffers."""
-        keys: list[str] = []
+    def _given(self) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+        """Yield each module in the stage, the prefix of its names, and what it gives to save."""
         for path, module in self._part.module.named_modules(remove_duplicate=False):
             given: dict[str, Any] = {}
             module._save_to_state_dict(given, "", keep_vars=True)
+            yield f"{path}." if path else "", module, given
+
+    def _frozen(self) -> set[str]:
+        """Return the names of frozen parameters and of constant buffers."""
+        keys: list[str] = []
+        for prefix, module, given in self._given():
             # Training changes no packed weights, masks and indices, nor the scales beside them.
             is_constant = any(map(_is_packed, given.values()))
             for name in given:
                 p = module._parameters.get(name)
                 if is_constant if p is None else not p.requires_grad:
-                    keys.append(f"{path}.{name}" if path else name)
+                    keys.append(prefix + name)
         return {self._part.names[key] for key in keys if key in self._part.names}
 
     def _not_taken_back(self) -> list[str]:
@@ -333,9 +338,7 @@ class Weights(Item):
         Quantized layers do so: what they give is packed, with its scales under more names.
         """
         left: list[str] = []
-        for path, module in self._part.module.named_modules(remove_duplicate=False):
-            given: dict[str, Any] = {}
-            module._save_to_state_dict(given, "", keep_vars=True)
+        for prefix, module, given in self._given():
             held: dict[str, Any] = {**module._parameters, **module._buffers}
             unusual = [
                 name
@@ -351,7 +354,6 @@ class Weights(Item):
                     f"{self.what}: {type(module).__name__} refuses to load {unusual[0]!r}, which "
                     "its state_dict() has, and its weights are trained; it cannot be saved"
                 )
-            prefix = f"{path}." if path else ""
             left += [self._part.names[prefix + name] for name in given if name not in trained]
         return left
 

@@ -25,7 +25,7 @@ DOCUMENTED = {f"spectrain_ext.{name}" for name in ("cli.__main__", "operators.la
 
 #: Whoever gets below a ceiling lowers it. Raising one takes a sentence in CHANGELOG.md.
 CEILINGS = {
-    "package, lines": 30276,
+    "package, lines": 30278,
     "package, files": 141,
     "core, lines": 11961,
     "core, files": 56,
