@@ -124,6 +124,7 @@ gpu-wheel:
 	@if $(GPU_PYTHON) -c 'import os, sysconfig as s; assert os.path.exists(s.get_path("include") + "/Python.h")' 2>/dev/null; \
 	then $(MAKE) --no-print-directory build/gpu/package; \
 	else echo "$(GPU_PYTHON) or its headers are missing: no wheel; bench/gpu_suite.py will compile, for a minute or two"; fi
+	@$(MAKE) --no-print-directory build/gpu/on_gpu
 	@PYTHONPATH=bench $(PYTHON) -m gpu.carried > build/gpu/sources
 	$(PYTHON) -m pip --disable-pip-version-check --quiet download --only-binary=:all: --python-version 3.12 \
 		--platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --dest build/gpu $(GPU_NEEDS) \
@@ -133,7 +134,13 @@ gpu-wheel:
 # Within the ranges of pyproject.toml.
 GPU_NEEDS := 'pytest>=8.2,<10' 'pytest-timeout>=2.3,<3' 'hypothesis>=6.100,<7' 'click>=8.1,<9' 'rich>=13.7,<16' 'safetensors>=0.5,<1'
 
-.PHONY: build/gpu/package
+# The program that runs every kernel, for Hopper only, see tests/ptx.
+.PHONY: build/gpu/package build/gpu/on_gpu
+build/gpu/on_gpu: $(GPU_TOOLS)/.made
+	PATH="$(abspath $(GPU_TOOLS))/bin:$(or $(CUDA_HOME),/usr/local/cuda)/bin:$$PATH" sh -c 'cmake -S tests/ptx -B build/gpu-cases \
+		-G Ninja -DSPECTRAIN_ARCH=90 -DSPECTRAIN_CODE=arch=compute_90,code=sm_90 && cmake --build build/gpu-cases --target on_gpu'
+	cp build/gpu-cases/on_gpu $@
+
 build/gpu/package: $(GPU_TOOLS)/.made
 	PATH="$(abspath $(GPU_TOOLS))/bin:$(or $(CUDA_HOME),/usr/local/cuda)/bin:$$PATH" SPECTRAIN_CUDA=1 SPECTRAIN_ARCHS= \
 		TORCH_CUDA_ARCH_LIST=9.0 $(GPU_TOOLS)/bin/pip --disable-pip-version-check wheel --quiet --no-deps \

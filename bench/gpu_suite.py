@@ -44,7 +44,7 @@ PARTS = {
     "devices": "devices.devices",
     "ranks": "ranks.ranks",
     "tests": "cuda_tests.run_tests",
-    "small": "small.small",
+    "kernels": "kernels.kernels",
     "stress-methods": "stress.stress_methods",
     "stress-options": "stress.stress_options",
     "training": "training.training",
@@ -57,7 +57,7 @@ PARTS = {
 
 def run_part(name: str, record: str, work: Path, until: float, scale: Scale, tests: Path) -> int:
     """Run a part in this process; return 1 if one of its cases failed."""
-    light = name in ("install", "tests")
+    light = name in ("install", "kernels", "tests")
     alive = (lambda: None) if light else scale.wait
     limit = CASE_S if scale.on_gpu and not light else 0.0
     cases = Cases(work / f"{record}.json", until, alive, limit)
@@ -69,7 +69,7 @@ def run_part(name: str, record: str, work: Path, until: float, scale: Scale, tes
     part: Callable[..., None] = getattr(importlib.import_module(f"gpu.{module}"), function)
     given: dict[str, tuple[object, ...]] = {
         "tests": (scale, tests, work),
-        **dict.fromkeys(("install", "overlap"), (scale, work)),
+        **dict.fromkeys(("install", "kernels", "overlap"), (scale, work)),
     }
     part(cases, *given.get(name, (scale,)))
     return int(any(case["status"] in ("failed", "died") for case in cases.data.values()))

@@ -12,11 +12,11 @@ _SUFFIXES = {".py", ".pyi", ".h", ".cpp", ".cu", ".cuh", ".cmake", ".txt", ".tom
 
 
 def fingerprint() -> str:
-    """Return a hash of all sources of the package."""
+    """Return a hash of all sources of the package, and of the program in tests/ptx."""
     digest = hashlib.sha256()
     own = ("CMakeLists.txt", "pyproject.toml", "setup.py")
     paths = [ROOT / name for name in own]
-    for folder in ("cmake", "csrc", "spectrain_ext"):
+    for folder in ("cmake", "csrc", "spectrain_ext", "tests/ptx"):
         paths += sorted(p for p in (ROOT / folder).rglob("*") if p.suffix in _SUFFIXES)
     for path in paths:
         digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())

@@ -30,7 +30,6 @@ class Step:
     limit_s: float
     needs: str | None = None  # a program that the step requires
     gpus: int = 1  # GPUs that the step requires
-    unfiltered: list[str] | None = None  # used if the tool rejects the filter by kernel name
     essential: bool = False  # the other steps depend on it
     patience_s: float = 0.0  # additional time, at the expense of the last steps
 
@@ -62,7 +61,6 @@ class Running:
         self.outcome: Outcome | None = None
         self._begun, self._restarts = time.monotonic(), 0
         self._child: subprocess.Popen[bytes] | None = None
-        self._command = step.command
         if step.needs and shutil.which(step.needs) is None:
             self.outcome = Outcome(step.name, "missing", detail=f"{step.needs} is not on PATH")
         elif ends - time.monotonic() < 1:
@@ -72,7 +70,7 @@ class Running:
 
     def _start(self) -> None:
         until = time.time() + max(0.0, self._ends - time.monotonic() - _MARGIN_S)
-        command = [word.replace("{until}", f"{until:.1f}") for word in self._command]
+        command = [word.replace("{until}", f"{until:.1f}") for word in self.step.command]
         with open(self._log, "a") as log:
             log.write(f"$ {' '.join(command)}\n")
             log.flush()
@@ -124,17 +122,8 @@ class Running:
             self._end_session()
             self._start()
             return
-        verdict = facts.keys() & {"sanitizer_errors", "hazards"}
-        filtered = self.step.unfiltered is not None and self._command is self.step.command
-        if code not in (None, 0) and filtered and not verdict and left > 10:
-            assert self.step.unfiltered is not None
-            self._command = self.step.unfiltered
-            self._start()
-            return
         if self._restarts:
             facts["restarts"] = self._restarts
-        if self._command is not self.step.command:
-            facts["unfiltered"] = True
         status = "timed out" if code is None else "ok" if code == 0 else "failed"
         detail = "\n".join(text.splitlines()[-5:])[-1000:]
         seconds = time.monotonic() - self._begun

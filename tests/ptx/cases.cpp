@@ -248,7 +248,10 @@ class Call {
     sizes_ =
         sizes_of(shape_, static_cast<int64_t>(sizeof(Row) + n_streams * sizeof(void*)), random_);
     if (n_outs_ > 10) sizes_ = {1, 5};
-    const auto layout = static_cast<Layout>(random_() % 4);
+    // An allocation for each of many arrays takes long on a device.
+    const bool many = shape_ == Shape::rows || shape_ == Shape::beyond_parameters;
+    const auto layout = many ? (chance(random_, 2) ? Layout::flat : Layout::scattered)
+                             : static_cast<Layout>(random_() % 4);
     const bool special = chance(random_, 2);
     n_groups_ =
         shape_ == Shape::groups ? static_cast<size_t>(between(random_, 12, 64)) : 1 + random_() % 3;
