@@ -40,8 +40,8 @@ def _run(*command: object) -> str:
     return done.stdout
 
 
-def _interpreted(arch: str) -> Path:
-    """Return the program for an architecture; only what has changed is compiled again."""
+def _built(program: str, arch: str = "80") -> Path:
+    """Return a program for an architecture; only what has changed is compiled again."""
     if shutil.which("cmake", path=TOOLS) is None:
         pytest.skip("needs cmake")
     folder = ROOT / "build" / f"ptx-{arch}"
@@ -50,8 +50,8 @@ def _interpreted(arch: str) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         options = (f"-DSPECTRAIN_ARCH={arch}", "-G", "Ninja")
         _run("cmake", "-S", ROOT / "tests" / "ptx", "-B", folder, *options)
-        _run("cmake", "--build", folder, "--target", "interpreted")
-    return folder / "interpreted"
+        _run("cmake", "--build", folder, "--target", program)
+    return folder / program
 
 
 def _ratio(pattern: str, text: str) -> tuple[int, int]:
@@ -61,9 +61,15 @@ def _ratio(pattern: str, text: str) -> tuple[int, int]:
 
 
 def _check(arch: str, *options: object) -> str:
-    out = _run(_interpreted(arch), *options)
+    out = _run(_built("interpreted", arch), *options)
     assert re.search(r"^[1-9]\d* cases, 0 failed$", out, re.MULTILINE), out
     return out
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_the_device_notices_mistakes() -> None:
+    """Of small kernels: bounds, alignment, races, barriers, memory without values."""
+    assert re.search(r"^[1-9]\d* kernels, 0 wrong$", _run(_built("faults")))
 
 
 @pytest.mark.timeout(LIMIT_S)
@@ -82,7 +88,7 @@ def test_kernels_write_the_bits_of_the_cpu() -> None:
 @pytest.mark.timeout(LIMIT_S)
 def test_spoiled_instructions_are_noticed() -> None:
     """The rest computes the same: a comparison of what is never equal, a sum with zero."""
-    noticed, spoiled = _ratio("spoiled", _run(_interpreted("80"), "--seeds", 2, "--spoil", 60))
+    noticed, spoiled = _ratio("spoiled", _run(_built("interpreted"), "--seeds", 2, "--spoil", 60))
     assert noticed > 0.7 * spoiled
 
 
