@@ -205,7 +205,7 @@ std::vector<int64_t> sizes_of(Shape shape, int64_t row_bytes, Random& random) {
   }
   // More rows than the smaller or the larger size of a kernel's parameters holds, see units.h.
   const int64_t n = shape == Shape::rows     ? 3600 / row_bytes + 1
-                    : shape == Shape::groups ? between(random, 24, 40)
+                    : shape == Shape::groups ? between(random, 40, 72)
                                              : 32300 / row_bytes + between(random, 1, 30);
   std::vector<int64_t> sizes;
   for (int64_t i = 0; i < n; ++i) sizes.push_back(between(random, 1, 17));
@@ -232,12 +232,20 @@ Term drawn_term(Random& random, bool with_gradient) {
           with_gradient && chance(random, 2) ? 0.02 : 0.0, chance(random, 2) ? 1.0 : 1.1};
 }
 
+uint64_t seed_of(const Case& given) {
+  const auto& [operation, w, g, s, o] = given.key;
+  uint64_t seed = given.seed;
+  for (const int part : {static_cast<int>(operation), static_cast<int>(w), static_cast<int>(g),
+                         static_cast<int>(s), static_cast<int>(o)}) {
+    seed = Rounding::mix(seed * 16 + static_cast<uint64_t>(part) + 1);
+  }
+  return seed;
+}
+
 class Call {
  public:
   explicit Call(const Case& given)
-      : case_(given),
-        random_(given.seed * 1000003 + static_cast<uint64_t>(given.key.operation) * 101),
-        shape_(shape_of(given)) {
+      : case_(given), random_(seed_of(given)), shape_(shape_of(given)) {
     const bool distances = case_.key.operation == Operation::none;
     const bool several_outs = row_of_case().has_outs;
     const bool long_lists = shape_ == Shape::beyond_parameters || shape_ == Shape::chunks;
@@ -253,8 +261,9 @@ class Call {
     const auto layout = many ? (chance(random_, 2) ? Layout::flat : Layout::scattered)
                              : static_cast<Layout>(random_() % 4);
     const bool special = chance(random_, 2);
-    n_groups_ =
-        shape_ == Shape::groups ? static_cast<size_t>(between(random_, 12, 64)) : 1 + random_() % 3;
+    n_groups_ = shape_ == Shape::groups
+                    ? static_cast<size_t>(between(random_, 12, chance(random_, 3) ? 130 : 64))
+                    : 1 + random_() % 3;
     const auto& [operation, w, g, s, o] = given.key;
     (void)operation;
     const auto add = [&](const std::string& name, DType type, bool positive = false) {
@@ -290,7 +299,9 @@ class Call {
     check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
     cudaStream_t stream = streams[0];
     const bool captured = case_.key.operation != Operation::none && chance(random_, 3);
-    const int64_t uses = shape_ == Shape::beyond_parameters ? 2 : between(random_, 1, 2);
+    // Long tables stay on the device from their second use on.
+    const bool stays = shape_ == Shape::beyond_parameters;
+    const int64_t uses = stays ? 2 : between(random_, 1, 3);
     for (int64_t use = 0; use < uses; ++use) {
       call(*host_, nullptr);
       call(*device_, stream);
@@ -299,7 +310,7 @@ class Call {
         stream = streams[stream == streams[0]];
         check(cudaStreamWaitEvent(stream, event, 0));
       }
-      if (use + 1 < uses && chance(random_, 2)) move_gradients();
+      if (!stays && use + 1 < uses && chance(random_, 2)) move_gradients();
     }
     if (captured) replay(stream);
     check(cudaDeviceSynchronize());
@@ -380,10 +391,11 @@ class Call {
     }
   }
 
-  // Other tensors have a gradient now.
+  // Other tensors have a gradient now: most, or few, as of a mixture's experts.
   void move_gradients() {
+    const bool few = chance(random_, 2);
     for (size_t i = 0; i < sizes_.size(); ++i) {
-      const bool missing = chance(random_, 3);
+      const bool missing = few ? !chance(random_, 8) : chance(random_, 3);
       host_->grads.at[i] = missing ? nullptr : lists_[1]->on_host.at[i];
       device_->grads.at[i] = missing ? nullptr : lists_[1]->on_device.at[i];
     }

@@ -45,11 +45,16 @@ class Parser {
   std::map<std::string, Program> parse(const std::string& module) {
     std::istringstream text(module);
     for (std::string raw; std::getline(text, raw);) {
-      std::string line = trimmed(raw);
-      // Inline assembly is one statement in braces.
-      if (line.size() > 1 && line.front() == '{') line = trimmed(line.substr(1));
-      if (line.size() > 1 && line.substr(line.size() - 2) == ";}") line.pop_back();
-      if (!line.empty()) statement(line);
+      const std::string line = trimmed(raw);
+      if (line.size() < 2 || line.front() != '{') {
+        if (!line.empty()) statement(line);
+        continue;
+      }
+      // Several statements in braces, as of inline assembly.
+      std::istringstream inside(line.substr(1, line.rfind('}') - 1));
+      for (std::string one; std::getline(inside, one, ';');) {
+        if (!trimmed(one).empty()) statement(trimmed(one) + ";");
+      }
     }
     return std::move(kernels_);
   }
@@ -84,8 +89,9 @@ class Parser {
   }
 
   void directive(const std::string& line) {
-    static const std::regex threads(R"(\.maxntid (\d+), 1, 1)");
+    static const std::regex threads(R"(\.maxntid (\d+)(, 1, 1)?)");
     static const std::regex registers(R"(\.reg \.\w+\s+%(\w+?)<(\d+)>;)");
+    static const std::regex one_register(R"(\.reg \.\w+\s+(\w+);)");
     static const std::regex variable(
         R"((?:\.extern )?\.(\w+) \.align (\d+) \.b8 ([\w$]+)\[(\d*)\],?;?)");
     std::smatch m;
@@ -95,6 +101,8 @@ class Parser {
       for (int i = 0; i < std::stoi(m[2]); ++i) {
         slots_["%" + m[1].str() + std::to_string(i)] = program_.n_registers++;
       }
+    } else if (std::regex_match(line, m, one_register)) {
+      slots_.emplace(m[1], program_.n_registers++);
     } else if (std::regex_match(line, m, variable)) {
       declare(m[1], static_cast<uint32_t>(std::stoul(m[2])), m[3],
               m[4].length() == 0 ? 0 : static_cast<uint32_t>(std::stoul(m[4])));
