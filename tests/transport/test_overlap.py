@@ -24,7 +24,7 @@ from spectrain_ext.transport import Edge
 F, B, UPDATE, LOSS, PULL = Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE, Kind.LOSS, Kind.PULL
 ACTIVATION, GRADIENT = Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT
 LOADS = {F: Kind.LOAD_FORWARD, B: Kind.LOAD_BACKWARD}
-MINIBATCHES = 12
+MINIBATCHES = 20
 
 
 class Run:
@@ -95,7 +95,7 @@ def chains(run):
             send = ACTIVATION if kind is F else GRADIENT
             yield [turn, (k, send, i, j)]
             # Memory of gradients: those of weights are written again after the update. Those sent
-            # are freed once they have been copied, and the copy has lasted a forward and backward.
+            # before the last ones are freed, after their copy, before the next work.
             if kind is B and not j and i:
                 yield [(k, UPDATE, i - 1, 0), turn]
             if computed and computed[-1][1] is B and len(sent[GRADIENT]) > 1:
@@ -106,7 +106,7 @@ def chains(run):
         yield from (computed, written, *sent.values())
     # Batches come in turn, into as much memory as the window needs.
     ahead = -(-run.places[0].window // m) + 1
-    late = put_off_by(run.method, run.places)[0]
+    late = put_off_by(run.method, run.places)[0]  # and those whose backward is going on
     pulls = [(0, PULL, i, 0) for i in range(MINIBATCHES)]
     inputs = list(chain.from_iterable(((*pull, "input", j) for j in range(m)) for pull in pulls))
     yield from (inputs, [(*pull, "targets") for pull in pulls])
@@ -134,11 +134,10 @@ def compare(run):
     those = {1 << work.number: work for of_step in run.works.values() for work in of_step}
     mask = sum(those)
     for work in those.values():
-        extra = recorded[work] & mask & ~needed[work], needed[work] & ~recorded[work]
-        for bits, what in zip(extra, ("needless", "missing"), strict=True):
-            found = [those[1 << b].step for b in range(work.number) if bits >> b & 1]
-            assert not found, f"{what} before {work.step}: {found}"
-    return len(those), sum((needed[work]).bit_count() for work in those.values())
+        extra, lacking = recorded[work] & mask & ~needed[work], needed[work] & ~recorded[work]
+        for bits, what in ((extra, "needless"), (lacking, "missing")):
+            assert not bits, f"{what}: {those[bits & -bits]} before {work}"
+    return len(those), sum(needed[work].bit_count() for work in those.values())
 
 
 @pytest.mark.parametrize(("name", "n", "m"), CASES)
@@ -190,8 +189,8 @@ def differing(run, seed, longest=9, left_out=lambda earlier, later: False):
 
 @pytest.mark.parametrize(("name", "n", "m"), CASES)
 def test_every_work_begins_and_ends_when_the_simulator_says(name, n, m):
-    """With a window for messages a copy that lasts longer than a backward may delay the next work
-    that needs its memory, but not the end of the run."""
+    """With a window for messages a copy that lasts longer than a backward may delay the work that
+    gets its memory, and the end of the run by no more than itself."""
     run, nothing = once(name, n, m), (Counter(), 0)
     wide = run.places[0].window > n
 
@@ -203,7 +202,7 @@ def test_every_work_begins_and_ends_when_the_simulator_says(name, n, m):
         assert differing(run, seed, longest=1) == nothing
         for longest in (9, 40):
             kinds, later = differing(run, seed, longest)
-            assert (later == 0 and wide) or not kinds
+            assert (wide and later <= longest) or not kinds
             delayed += len(kinds)
             assert differing(run, seed, longest, frees_gradients) == nothing
     assert wide == (delayed > 0)
@@ -280,11 +279,11 @@ def test_copies_have_streams_of_their_own_and_may_run_beside_everything_else(nam
     lanes = defaultdict(set)
     for work in run.record.works:
         if work.reads or work.writes:
-            kind = work.step[1] if work.step else None
+            k, kind = work.step[:2] if work.step else (0, None)
             for lane in work.lanes:
-                lanes[lane].add((kind in (ACTIVATION, GRADIENT, PULL), lane.device))
+                copies = kind in (ACTIVATION, GRADIENT, PULL)
+                lanes[lane].add((k, kind) if copies else "no copies")
             if kind in (ACTIVATION, GRADIENT):
-                k = work.step[0]
                 to = k + 1 if kind is ACTIVATION else k - 1
                 assert [lane.device.index for lane in work.lanes] == [k, to]
     assert all(len(uses) == 1 for uses in lanes.values())
@@ -308,7 +307,9 @@ def test_the_cpu_waits_for_no_device_in_a_minibatch(name, n, m, monkeypatch):
     assert not once(name, n, m).record.waits
     # A caller who reads every loss waits between two minibatches, and delays nothing.
     run = Run(name, n, m, use=lambda result: result.loss.item())
-    assert [(step, where) for step, where, _ in run.record.waits] == [(None, "the caller")] * 12
+    assert [(step, where) for step, where, _ in run.record.waits] == [
+        (None, "the caller")
+    ] * MINIBATCHES
     assert all(works for *_, works in run.record.waits)
     assert all(differing(run, seed) == (Counter(), 0) for seed in range(5))
     # It does before it writes pinned memory again: for the copy from there, windows ago.
