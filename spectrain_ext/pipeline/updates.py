@@ -236,14 +236,16 @@ class GlobalNorm:
     def __init__(self, stages: int) -> None:
         self._stages = stages
         self._minibatch: int | None = None
-        self._given: dict[int, tuple[Tensor, Buffer, Stream]] = {}
+        self._given: dict[int, tuple[Tensor, Buffer, Event]] = {}
 
     def give(self, i: int, stage: int, norm: Tensor, buffer: Buffer, stream: Stream) -> None:
         """Give a stage's own norm of minibatch i and its number, float64 [2], of a stream."""
         if i != self._minibatch:  # all streams have used the last one's
             self._minibatch = i
             self._given = {}
-        self._given[stage] = norm, buffer, stream
+        written = stream.event()
+        stream.record(written)  # here: the stage may update before another one takes the norm
+        self._given[stage] = norm, buffer, written
 
     def has(self, stages: Iterable[int]) -> bool:
         """Whether these stages have given theirs for the current minibatch."""
@@ -270,9 +272,7 @@ class GlobalNorm:
         assert i == self._minibatch and len(self), "not complete"
         # Sorted, so that the bits do not depend on the order.
         of_stages = [self._given[stage] for stage in sorted(self._given)]
-        for _, _, other in of_stages:
-            written = other.event()
-            other.record(written)
+        for _, _, written in of_stages:
             stream.wait(written)
         with stream.using(reads=[buffer for _, buffer, _ in of_stages]):
             norms = [norm.to(device, torch.float64, non_blocking=True) for norm, *_ in of_stages]

@@ -1,0 +1,248 @@
+"""Records what a pipeline issues to the streams of several CUDA devices, without CUDA.
+
+Tensors stay on the CPU, and what is issued is computed at once. The package's own CUDA streams work
+on stand-ins for torch's streams and events, which note what they order. The record is a graph.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from traceback import extract_stack
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+import spectrain_ext as st
+from spectrain_ext.transport import CudaStream, Stream, new_stream
+
+from .checked_streams import checked_streams
+
+
+@dataclass(eq=False)
+class Work:
+    """What was issued inside one ``stream.using(...)``.
+
+    Attributes:
+        number: in the order of issue.
+        step: stage, kind of step, minibatch and microbatch; None: outside of the steps.
+        lanes: where it runs: on one torch stream, a copy between devices on two.
+        reads, writes: names of buffers.
+        after: the works that streams, events and the CPU order directly before it.
+        conflicts: works that used the same buffer before, with "RAW", "WAR" or "WAW" and its name.
+    """
+
+    number: int
+    step: tuple | None
+    lanes: list[Lane]
+    reads: list[str]
+    writes: list[str]
+    after: set[Work]
+    conflicts: dict[Work, tuple[str, str]] = field(default_factory=dict)
+
+    @property
+    def by_caller(self):
+        return self.lanes[0].name == CALLERS
+
+    def __repr__(self):
+        return f"work {self.number} of {self.step}"
+
+
+CALLERS = "the caller's stream"
+
+
+class Lane:
+    """Stands for a ``torch.cuda.Stream``. ``last``: what its next work comes after."""
+
+    def __init__(self, device, name=""):
+        self.device, self.name = device, name
+        self.last: frozenset[Work] = frozenset()
+        self.conflicts: dict[Work, tuple[str, str]] = {}  # of its next work, besides its own
+
+    def wait_event(self, event):
+        self.last |= event.last
+
+    def synchronize(self):
+        _now[-1].host_waits(self.last)
+
+
+class LaneEvent:
+    """Stands for a ``torch.cuda.Event``."""
+
+    last: frozenset[Work] = frozenset()
+
+    def record(self, lane):
+        self.last = lane.last
+
+    def synchronize(self):
+        _now[-1].host_waits(self.last)
+
+
+class RecordedStream(CudaStream):
+    """The package's stream, which also notes who uses a buffer."""
+
+    @contextmanager
+    def using(self, *, reads=(), writes=()):
+        work = _now[-1].issued(self._streams, reads, writes)
+        before = [lane.last for lane in self._streams]
+        with super().using(reads=reads, writes=writes):
+            yield
+        assert before == [lane.last for lane in self._streams], "a wait inside of a work"
+        for lane in self._streams:
+            lane.last = frozenset({work})
+
+    def reads(self, buffer):
+        self._declare(reads=(buffer,))
+
+    def writes(self, buffer):
+        self._declare(writes=(buffer,))
+
+    def _declare(self, **buffers):
+        if self._streams[0].name == CALLERS:  # there may be work of the caller's
+            with self.using(**buffers):
+                return
+        for lane in self._streams:  # memory that whatever comes next may get
+            lane.conflicts |= _now[-1].conflicts(**buffers)
+
+
+class Record:
+    """The works of a run in the order of issue, and where the CPU waited for a device."""
+
+    def __init__(self, callers):
+        self.works: list[Work] = []
+        self.waits: list[tuple[tuple | None, str, frozenset[Work]]] = []  # step, function, for what
+        self.step = None
+        self._callers = callers
+        self._host: frozenset[Work] = frozenset()  # what the CPU has waited for
+        self._uses = {}  # by buffer: the last work that wrote it, and those that read it since
+
+    def train(self, pipe, data, use=lambda result: None):
+        """Train; forget what was before: a first run has allocated all buffers."""
+        self.works, self.waits, self._host = [], [], frozenset()
+        with _HostReads():
+            for result in pipe.run(data, trace=_Steps(self)):
+                use(result)
+
+    def issued(self, lanes, reads, writes):
+        after = {work for lane in lanes for work in lane.last} | self._host
+        names = [[buffer.name for buffer in buffers] for buffers in (reads, writes)]
+        work = Work(len(self.works), self.step, list(lanes), *names, after)
+        work.conflicts |= self.conflicts(reads, writes)
+        for lane in lanes:
+            work.conflicts |= lane.conflicts
+            lane.conflicts = {}
+        for buffer in reads:
+            self._uses.setdefault(buffer, (None, []))[1].append(work)
+        for buffer in writes:
+            self._uses[buffer] = work, []
+        self.works.append(work)
+        return work
+
+    def conflicts(self, reads=(), writes=()):
+        found = {}
+        for buffers, after_write, after_read in ((writes, "WAW", "WAR"), (reads, "RAW", "")):
+            for buffer in buffers:
+                written, read = self._uses.get(buffer, (None, ()))
+                found |= {work: (after_read, buffer.name) for work in read if after_read}
+                found |= {written: (after_write, buffer.name)} if written else {}
+        return found
+
+    def host_waits(self, works=None):
+        """The CPU waits for these works, or for the caller's streams."""
+        if works is None:
+            works = frozenset().union(*(lane.last for lane in self._callers))
+        inside = [frame.name for frame in extract_stack() if "/spectrain_ext/" in frame.filename]
+        self.waits.append((self.step, inside[-1] if self.step else "the caller", works))
+        self._host |= works
+
+    # What the record orders.
+
+    def order(self, before=lambda work: work.after):
+        """Return for each work the set of all works before it, as the bits of a number."""
+        order = {}
+        for work in self.works:
+            order[work] = 0
+            for other in before(work):
+                if other in order:
+                    order[work] |= order[other] | 1 << other.number
+        return order
+
+    def times(self, duration, left_out=lambda earlier, later: False):
+        """Return when each work begins and ends if each begins as soon as the order allows."""
+        times = {}
+        for work in self.works:
+            earlier = [o for o in work.after if o in times and not left_out(o, work)]
+            begin = max((times[other][1] for other in earlier), default=0)
+            times[work] = begin, begin + duration(work)
+        return times
+
+
+class _Steps(st.Observer):
+    """Notes which step runs."""
+
+    def __init__(self, record):
+        self._record = record
+
+    def watch(self, run, handlers):
+        def noting(kind, handler):
+            def step(i, j):
+                self._record.step = run.stage.index, kind, i, j
+                handler(i, j)
+                self._record.step = None
+
+            return step
+
+        return {kind: noting(kind, handler) for kind, handler in handlers.items()}
+
+
+_READS = {"item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__float__", "__int__"}
+
+
+class _HostReads(TorchFunctionMode):
+    """Notes reads of values by the CPU, which wait for a device if they are there."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__name__", "") in _READS:
+            _now[-1].host_waits()
+        return function(*args, **(kwargs or {}))
+
+
+_now: list[Record] = []  # the innermost one
+
+
+@contextmanager
+def recorded(devices, batches_on=None):
+    """Inside, new pipelines take their stages to be on these CUDA devices; yield the record.
+
+    ``batches_on``: the stage that shares its device with the caller's batches; None: the CPU.
+    """
+    places = [torch.device("cuda", device) for device in devices]
+    callers = {place: Lane(place, CALLERS) for place in places}
+
+    def cpu_stream(name):
+        if name is None:
+            return RecordedStream([callers[places[-1]]])
+        numbers = [int(word) for word in name.split() if word.isdigit()]
+        stream = new_stream(name, *([places[k] for k in numbers] or [places[-1]]))
+        for lane in stream._streams:
+            lane.name = name
+        return stream
+
+    def of_batches(device):
+        return Stream() if batches_on is None else RecordedStream([callers[places[batches_on]]])
+
+    record = Record(callers.values())
+    with pytest.MonkeyPatch.context() as patch, checked_streams(cpu_stream):
+        patch.setattr("spectrain_ext.transport.streams.CudaStream", RecordedStream)
+        patch.setattr("spectrain_ext.pipeline.batch.callers_stream", of_batches)
+        patch.setattr("spectrain_ext.transport.local.callers_stream", of_batches)  # pinned copies
+        patch.setattr(torch.cuda, "Stream", Lane)
+        patch.setattr(torch.cuda, "Event", LaneEvent)
+        patch.setattr(torch.cuda, "stream", lambda lane: nullcontext())
+        patch.setattr(torch.Tensor, "record_stream", lambda tensor, lane: None)
+        _now.append(record)
+        try:
+            yield record
+        finally:
+            _now.pop()
