@@ -244,7 +244,7 @@ uint64_t seed_of(const Case& given) {
 
 class Call {
  public:
-  explicit Call(const Case& given)
+  Call(const Case& given, bool clear_tables)
       : case_(given), random_(seed_of(given)), shape_(shape_of(given)) {
     const bool distances = case_.key.operation == Operation::none;
     const bool several_outs = row_of_case().has_outs;
@@ -256,10 +256,10 @@ class Call {
     sizes_ =
         sizes_of(shape_, static_cast<int64_t>(sizeof(Row) + n_streams * sizeof(void*)), random_);
     if (n_outs_ > 10) sizes_ = {1, 5};
-    // An allocation for each of many arrays takes long on a device.
+    // An allocation for each of many arrays takes long on a device, and neighbours would be one
+    // row.
     const bool many = shape_ == Shape::rows || shape_ == Shape::beyond_parameters;
-    const auto layout = many ? (chance(random_, 2) ? Layout::flat : Layout::scattered)
-                             : static_cast<Layout>(random_() % 4);
+    const Layout layout = many ? Layout::scattered : static_cast<Layout>(random_() % 4);
     const bool special = chance(random_, 2);
     n_groups_ = shape_ == Shape::groups
                     ? static_cast<size_t>(between(random_, 12, chance(random_, 3) ? 130 : 64))
@@ -286,7 +286,11 @@ class Call {
     scalars_.write(&numbers_, sizeof(numbers_));
     host_ = plan(Device{}, groups);
     device_ = plan(Device{true, 0}, groups);
-    device_->allocate = [](size_t bytes, void*) { return std::make_unique<Memory>(bytes); };
+    device_->allocate = [clear_tables](size_t bytes, void*) {
+      auto memory = std::make_unique<Memory>(bytes);
+      if (clear_tables) memory->write(std::vector<char>(bytes).data(), bytes);
+      return memory;
+    };
     host_->keep_tables = device_->keep_tables =
         shape_ == Shape::beyond_parameters || !chance(random_, 4);
     draw();
@@ -560,9 +564,9 @@ std::vector<Case> all(uint64_t first, uint64_t seeds) {
   return found;
 }
 
-void run(const Case& given) {
+void run(const Case& given, bool clear_tables) {
   try {
-    Call(given).run();
+    Call(given, clear_tables).run();
   } catch (const std::exception& error) {
     throw std::runtime_error(given.text() + ": " + error.what());
   }

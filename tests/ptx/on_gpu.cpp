@@ -22,7 +22,7 @@ int main(int argc, char** argv) {
     if (now() > until) break;
     ++done;
     try {
-      cases::run(c);
+      cases::run(c, true);
     } catch (const std::exception& error) {
       ++failed;
       std::printf("FAILED %s\n", error.what());
