@@ -225,6 +225,7 @@ cudaError_t cudaFree(void* at) {
 // Memory of the host is copied at once, as of pageable memory.
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
                             cudaStream_t stream) {
+  if (bytes == 0) return cudaSuccess;
   const auto target = reinterpret_cast<uint64_t>(to), source = reinterpret_cast<uint64_t>(from);
   ptx::Space& memory = state().device.machine.global;
   if (kind == cudaMemcpyHostToDevice) {
