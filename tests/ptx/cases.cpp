@@ -318,9 +318,8 @@ class Call {
     }
     if (captured) replay(stream);
     check(cudaDeviceSynchronize());
-    const bool copies = !row_of_case().reads_rate && !row_of_case().has_outs &&
-                        std::string(case_.name) != "extrapolate" &&
-                        std::string(case_.name) != "cast";
+    const bool copies =
+        case_.key.operation == Operation::copy || case_.key.operation == Operation::swap;
     for (const auto& list : lists_) list->compare(copies);
     check(cudaEventDestroy(event));
     for (cudaStream_t s : streams) check(cudaStreamDestroy(s));
@@ -336,6 +335,8 @@ class Call {
     static constexpr OperationRow none{"distances", Operation::none, "", false, false};
     return case_.key.operation == Operation::none ? none : row_of(case_.key.operation);
   }
+
+  bool has_column(char letter) const { return strchr(row_of_case().columns, letter) != nullptr; }
 
   std::unique_ptr<Plan> plan(Device where, const std::vector<uint16_t>& groups) {
     auto made = std::make_unique<Plan>(where, sizes_, groups);
@@ -359,9 +360,9 @@ class Call {
     skips_ = chance(random_, 6);
     gate_ = static_cast<unsigned>(random_() % 8);
     options_.zero_grad = chance(random_, 2);
-    if (case_.key.w == DType::bfloat16 && chance(random_, 2))
-      options_.rounding = Rounding::seeded(random_());
-    const bool adam = std::string(case_.name).rfind("adam", 0) == 0;
+    const bool rounds = case_.key.w == DType::bfloat16 && chance(random_, 2);
+    if (rounds) options_.rounding = Rounding::seeded(random_());
+    const bool steps = has_column('g'), adam = has_column('u');
     int64_t left = kMaxTerms;
     const bool longest = chance(random_, 4);
     for (size_t j = 0; j < std::max<size_t>(n_outs_, 1); ++j) {
@@ -372,17 +373,15 @@ class Call {
       left -= std::max<int64_t>(n, 1);
       Plan::Terms terms(n_groups_);
       for (auto& group : terms) {
-        for (int64_t k = 0; k < n; ++k)
+        for (int64_t k = 0; k < n; ++k) {
           group.push_back(drawn_term(random_, with_gradient || (adam && j == 0 && k == 0)));
+        }
         if (n > 1 && chance(random_, 4)) group.pop_back();
       }
       terms_.push_back(terms);
     }
     if (has_rate_) use_rate();
-    if (std::string(case_.name).find("step") != std::string::npos ||
-        case_.name == std::string("sgd_plain")) {
-      if (chance(random_, 3)) move_gradients();
-    }
+    if (steps && chance(random_, 3)) move_gradients();
   }
 
   // The coefficients are numbers plus multiples of a rate in memory, except in the last group.
