@@ -277,7 +277,9 @@ struct Body {
     }
   }
 
-  SPECTRAIN_HD static void run(const Args* settings, const TableView& table, const Lane& lane) {
+  // `stride`: bytes between the arguments of two groups; 0: all chunks of the block are of one.
+  SPECTRAIN_HD static void run(const unsigned char* arguments, uint32_t stride,
+                               const TableView& table, const Lane& lane) {
     if (table.options.gate.skips()) {
       if constexpr (kGradient<Rule> >= 0) {
         if (table.options.zero_grad) zero(table, lane);
@@ -289,8 +291,9 @@ struct Body {
          chunk < table.chunk_end; chunk += lane.blocks) {
       const uint32_t r = table.find_row(static_cast<uint32_t>(chunk));
       const Row& row = table.rows[r];
+      const Args& args = *reinterpret_cast<const Args*>(arguments + row.setting * stride);
       const Range range = table.range(row, static_cast<uint32_t>(chunk));
-      const Body body{settings[row.setting], table, r, row.flags, factor};
+      const Body body{args, table, r, row.flags, factor};
       int64_t begin = range.begin;
       if ((row.flags & kAligned) != 0) {
         const int64_t aligned = begin == 0 ? row.head : begin;
