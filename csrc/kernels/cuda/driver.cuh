@@ -47,10 +47,11 @@ struct ParameterTable {
   }
 };
 
-template <class Rule>
+template <class Rule, bool Resident>
 __device__ __forceinline__ void run_body(const unsigned char* arguments, uint32_t stride,
                                          const TableView& table) {
-  Body<Rule>::run(arguments, stride, table, {blockIdx.x, threadIdx.x, gridDim.x, blockDim.x});
+  Body<Rule, Resident>::run(arguments, stride, table,
+                            {blockIdx.x, threadIdx.x, gridDim.x, blockDim.x});
 }
 
 template <class Rule, size_t Bytes>
@@ -58,7 +59,7 @@ __global__ void __launch_bounds__(LaunchPolicy::threads,
                                   LaunchPolicy::blocks_per_multiprocessor(Rule::divides,
                                                                           mixed<Rule>))
     run_table(const __grid_constant__ ParameterTable<Bytes> table) {
-  run_body<Rule>(table.storage, table.stride, table.view());
+  run_body<Rule, false>(table.storage, table.stride, table.view());
 }
 
 // Rows and pointers are in device memory. Arguments are too, or here if they are few and made by
@@ -94,7 +95,7 @@ __global__ void __launch_bounds__(LaunchPolicy::threads,
     }
   }
   __syncthreads();
-  run_body<Rule>(shared_memory, table.stride, view);
+  run_body<Rule, true>(shared_memory, table.stride, view);
 }
 
 template <class Rule>
@@ -146,7 +147,7 @@ struct Cuda {
   }
 
   static CudaKernel kernel() {
-    CudaKernel kernel{&launch, &launch_resident, &make_arguments, 0, 0, Body<Rule>::vector};
+    CudaKernel kernel{&launch, &launch_resident, &make_arguments, 0, 0, Body<Rule, true>::vector};
     if constexpr (Rule::has_outs) {
       using Terms = decltype(Args::predictions);
       kernel.term_bytes = sizeof(Terms::term[0]);
