@@ -461,6 +461,33 @@ TEST(Kernels, TakeAnyNumberOfGroups) {
   }
 }
 
+// The bits of a division in double that is then rounded, with quotients of any size.
+TEST(Kernels, DivideTheFactorOfGradientsInTheirArithmetic) {
+  std::mt19937_64 random(1);
+  const auto any = [&] {
+    const float specials[] = {0.0F, -0.0F, INFINITY, NAN, 1.0F, 3e38F, 1.2e-38F, 1e-45F};
+    const auto bits = random();
+    const auto near = static_cast<uint32_t>(bits & 0x87ffffffU) | 0x38000000U;  // 2^-15 to 2
+    return bits >> 60 == 0   ? specials[bits % std::size(specials)]
+           : bits >> 63 == 0 ? bit_cast<float>(near)
+                             : bit_cast<float>(static_cast<uint32_t>(bits));
+  };
+  int subnormal = 0;
+  for (int i = 0; i < 2'000'000; ++i) {
+    const float clip = any();
+    const float scale = i % 2 == 0 ? any() : clip * std::ldexp(1.0F + any(), i % 300 - 150);
+    const Gate gate{nullptr, &scale, i % 16 == 0 ? nullptr : &clip};
+    const double exact = (gate.clip_factor != nullptr ? clip : 1.0) / double{scale};
+    const float expected = static_cast<float>(exact), came = gate.factor<float>();
+    ASSERT_TRUE(expected != expected ? came != came
+                                     : bit_cast<uint32_t>(came) == bit_cast<uint32_t>(expected))
+        << clip << " / " << scale;
+    ASSERT_TRUE(exact != exact || gate.factor<double>() == exact);
+    subnormal += std::fpclassify(came) == FP_SUBNORMAL;
+  }
+  EXPECT_GT(subnormal, 10'000);
+}
+
 TEST(Cuda, LongListsAreOneLaunchFromTheirThirdUseOn) {
   Twins twins(1, kLong);
   for (int use = 0; use < 4; ++use) {
