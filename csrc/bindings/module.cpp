@@ -105,7 +105,6 @@ class PyPlan {
   }
   void forget_gradients() { arrays_.forget_gradients(); }
   size_t n_outs() { return arrays_.plan->outs.size(); }
-  size_t n_groups() { return arrays_.plan->n_groups(); }
   py::tuple last_launch() {
     return py::make_tuple(arrays_.plan->last_launches(), arrays_.plan->last_rows());
   }
@@ -256,7 +255,6 @@ PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
       .def("set_gradients", method(&PyPlan::set_gradients), py::arg("grads"))
       .def("forget_gradients", method(&PyPlan::forget_gradients))
       .def_property_readonly("n_outs", method(&PyPlan::n_outs))
-      .def_property_readonly("n_groups", method(&PyPlan::n_groups))
       .def("last_launch", method(&PyPlan::last_launch));
   py::class_<spectrain::Watch>(m, "Watch")
       .def(py::init<const py::tuple&>(), py::arg("tensors"))

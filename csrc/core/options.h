@@ -15,9 +15,13 @@ struct Gate {
   const float* clip_factor = nullptr;  // multiplies gradients
 
   SPECTRAIN_HD bool skips() const { return found_inf != nullptr && *global(found_inf) != 0.0f; }
-  // In double. The reciprocal of a power of two is exact in any arithmetic type.
-  SPECTRAIN_HD double factor() const {
-    const double factor = clip_factor != nullptr ? *global(clip_factor) : 1.0;
+  // In the arithmetic type. A float quotient x/y has the bits of a double one rounded to float: let
+  // m be a midpoint of two floats (25 bits). x - m*y is 0, and then m is exact in double, or at
+  // least a unit of x (24 bits) or of m*y (49 bits): x/y is 2^-49 of its value away from m, and
+  // rounding to double, which moves it by 2^-53, does not take it to m or past it.
+  template <class Acc>
+  SPECTRAIN_HD Acc factor() const {
+    const Acc factor = clip_factor != nullptr ? *global(clip_factor) : Acc(1);
     return grad_scale != nullptr ? factor / *global(grad_scale) : factor;
   }
 };

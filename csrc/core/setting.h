@@ -41,7 +41,8 @@ struct Rate {
   bool is_double = false;
 
   SPECTRAIN_HD double value() const {
-    return is_double ? *static_cast<const double*>(at) : *static_cast<const float*>(at);
+    return is_double ? *global(static_cast<const double*>(at))
+                     : *global(static_cast<const float*>(at));
   }
 };
 

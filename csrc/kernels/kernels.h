@@ -33,6 +33,13 @@ struct KernelKey {
 struct Settings {
   const Setting* data;
   int size;
+
+  // The terms of the one that has the most.
+  int terms() const {
+    int most = 0;
+    for (int i = 0; i < size; ++i) most = data[i].n_terms() > most ? data[i].n_terms() : most;
+    return most;
+  }
 };
 
 struct CpuOptions {
@@ -55,17 +62,20 @@ CpuDistances find_cpu_distances(DType);
 struct CudaArguments {
   const void* on_host;
   const void* on_device;  // null: on the host
-  size_t bytes;
+  size_t bytes, stride;   // of all groups, and of one
 };
 
 // Launches on a part of a table that fits a kernel's parameters, or on a table in device memory.
 // Uses the current device. Returns null or the CUDA runtime's error name.
 struct CudaKernel {
-  const char* (*launch)(const TableView&, Settings, void* stream) = nullptr;
+  const char* (*launch)(const TableView&, Settings, size_t stride, void* stream) = nullptr;
   const char* (*launch_resident)(const TableView&, const CudaArguments&, void* stream) = nullptr;
-  void (*make_arguments)(Settings, void* to) = nullptr;
-  int setting_bytes = 0;  // bytes of one setting in the kernel's arguments
-  int vector = 1;         // elements per access of an aligned row
+  void (*make_arguments)(Settings, size_t stride, void* to) = nullptr;
+  size_t setting_bytes = 0, term_bytes = 0;  // of a group's arguments without terms, and of a term
+  int vector = 1;                            // elements per access of an aligned row
+
+  // Bytes of a group's arguments: only terms in use take memory.
+  size_t stride(int terms) const { return setting_bytes + terms * term_bytes; }
 };
 
 }  // namespace spectrain

@@ -180,7 +180,7 @@ int Plan::run_cuda(Table& table, const TableView& rows, Settings settings, bool 
   // At the first use, writing a long table to the device would take as many launches.
   const bool stays = keep_tables && table.uses++ > 0;
   const CudaLaunch launch{table.cuda, table.key, rows, settings, device_.index, stream};
-  if (!reads_rate && (!stays || fits_parameters(launch))) return launch_cuda(launch);
+  if (!reads_rate && fits_parameters(launch, stays)) return launch_cuda(launch);
   if (table.memory == nullptr) {
     table.memory = allocate(resident_bytes(launch), stream);
     table.written = false;

@@ -49,14 +49,14 @@ struct AdamStep : Defaults {
   };
   struct Args {
     Step step;
-    Predictions<Acc, kMaxTerms> predictions;
+    Predictions<Acc> predictions;
   };
   SPECTRAIN_HD static void make(const Setting& s, Args& a) {
     a.step = {SgdDirection<Acc>::make(s),       static_cast<Acc>(s.decay),
               static_cast<Acc>(s.gain),         static_cast<Acc>(s.decay2),
               static_cast<Acc>(1.0 - s.decay2), static_cast<Acc>(s.eps),
               Coefficients<Acc>::make(s.step)};
-    Predictions<Acc, kMaxTerms>::make(s, a.predictions);
+    Predictions<Acc>::make(s, a.predictions);
   }
   SPECTRAIN_HD static Step step(const Args& a, unsigned /*flags*/, Acc factor) {
     Step step = a.step;
@@ -96,11 +96,11 @@ struct AdamPredict : Defaults {
   using Streams = StreamList<In<W>, In<M>, In<M>>;
   struct Args {
     Acc eps;
-    Predictions<Acc, kMaxTerms> predictions;
+    Predictions<Acc> predictions;
   };
   SPECTRAIN_HD static void make(const Setting& s, Args& a) {
     a.eps = static_cast<Acc>(s.eps);
-    Predictions<Acc, kMaxTerms>::make(s, a.predictions);
+    Predictions<Acc>::make(s, a.predictions);
   }
   struct Step {};
   SPECTRAIN_HD static Step step(const Args&, unsigned /*flags*/, Acc) { return {}; }

@@ -55,12 +55,12 @@ struct SgdStep : Defaults {
   };
   struct Args {
     Step step;
-    Predictions<Acc, kMaxOuts> predictions;  // one term each
+    Predictions<Acc> predictions;  // one term each
   };
   SPECTRAIN_HD static void make(const Setting& s, Args& a) {
     a.step = {SgdDirection<Acc>::make(s), static_cast<Acc>(s.decay), static_cast<Acc>(s.gain),
               Coefficients<Acc>::make(s.step), static_cast<Flag<Acc>>(s.first_step)};
-    Predictions<Acc, kMaxOuts>::make(s, a.predictions);
+    Predictions<Acc>::make(s, a.predictions);
   }
   SPECTRAIN_HD static Step step(const Args& a, unsigned flags, Acc factor) {
     Step step = a.step;

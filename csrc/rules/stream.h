@@ -100,7 +100,7 @@ using factor_t = std::conditional_t<sizeof(Acc) == sizeof(double), double, float
 template <class Rule>
 SPECTRAIN_HD factor_t<typename Rule::Acc> gradient_factor(const Gate& gate) {
   if constexpr (kGradient<Rule> >= 0) {
-    return static_cast<factor_t<typename Rule::Acc>>(gate.factor());
+    return gate.factor<factor_t<typename Rule::Acc>>();
   } else {
     return 1;
   }

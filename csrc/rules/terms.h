@@ -15,12 +15,13 @@ struct Coefficients {
   }
 };
 
-// The terms of all predictions of a call.
-template <class Acc, int MaxTerms>
+// The terms of all predictions of a call. The last member of a rule's Args: on a GPU memory ends
+// behind the terms in use.
+template <class Acc>
 struct Predictions {
   int n_outs;
   int end[kMaxOuts];
-  Coefficients<Acc> term[MaxTerms];
+  Coefficients<Acc> term[kMaxTerms];
 
   SPECTRAIN_HD int begin(int j) const { return j == 0 ? 0 : end[j - 1]; }
 
@@ -30,9 +31,7 @@ struct Predictions {
     for (int j = 0; j < kMaxOuts; ++j) p.end[j] = s.out_end[j];
     const int n = s.n_terms();
     SPECTRAIN_NO_UNROLL
-    for (int i = 0; i < MaxTerms; ++i) {
-      p.term[i] = Coefficients<Acc>::make(i < n ? s.terms[i] : Term{});
-    }
+    for (int i = 0; i < n; ++i) p.term[i] = Coefficients<Acc>::make(s.terms[i]);
   }
 };
 

@@ -117,6 +117,23 @@ def test_a_gradient_scaler_unscales_and_skips(name: str, flag: str, device: str)
     assert name == "SGD" or optimizer.state[p]["step"] == 6
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_experts_have_step_counts_of_their_own(device: str) -> None:
+    """Each step has gradients for 8 of 64; each count is a group of its own to the kernel."""
+    experts = [nn.Parameter(torch.randn(3, dtype=cases.F64, device=device)) for _ in range(64)]
+    twins, ours, theirs = cases.pair_of("AdamW", experts)
+    often = torch.arange(1.0, 65.0)
+    for _ in range(200):
+        chosen = torch.multinomial(often, 8).tolist()
+        cases.give_gradients(experts, twins, none=[e for e in range(64) if e not in chosen])
+        ours.step()
+        theirs.step()
+    cases.assert_same(experts, twins)
+    counts = [int(ours.state[p]["step"]) for p in experts if p in ours.state]
+    assert counts == [int(theirs.state[p]["step"]) for p in twins if p in theirs.state]
+    assert len(set(counts)) > 30
+
+
 @cases.every_rival
 def test_hooks_and_closures(name: str) -> None:
     p = nn.Parameter(torch.ones(3).double())

@@ -24,7 +24,7 @@ struct Lane {
 // arithmetic is double and must fit 64 registers. Divisions (Adam) call a slow path whose registers
 // must not spill: 128 registers then, 64 otherwise. Rows with mixed widths also fit 64 if the table
 // is in the parameters. For AdamW with bfloat16 gradients and outputs on sm_90 (nvcc 13.0), 4
-// blocks of 59 registers load 56 KB at once per multiprocessor. By the narrowest stream, 2 blocks
+// blocks of 56 registers load 56 KB at once per multiprocessor. By the narrowest stream, 2 blocks
 // of 90 registers load as much, with half the warps to hide divisions. With a resident table it is
 // 3 blocks of 70 registers and 42 KB (2 of 92 and 56 KB).
 struct LaunchPolicy {
@@ -113,14 +113,20 @@ constexpr int element_bytes() {
 template <class Rule>
 constexpr bool mixed = element_bytes<Rule, true>() != element_bytes<Rule, false>();
 
-template <class Rule>
+// `Resident`: the table is in global memory.
+template <class Rule, bool Resident>
 struct Body {
   using Acc = typename Rule::Acc;
   using Args = typename Rule::Args;
   static constexpr int n_streams = Rule::Streams::size;
   static constexpr int vector = sizeof(Quad) / element_bytes<Rule, true>();
-  static constexpr int in_flight = LaunchPolicy::unroll(
-      vector * n_streams, sizeof(Acc) == sizeof(double) && Rule::has_outs && !Rule::divides);
+  static constexpr bool wide_step =
+      sizeof(Acc) == sizeof(double) && Rule::has_outs && !Rule::divides;
+  static constexpr int in_flight = LaunchPolicy::unroll(vector * n_streams, wide_step);
+  // Whether pointers stay in registers. Else every vector reads them again, because stores might
+  // have changed them: that is fast in parameters, the registers would cost Adam one of three
+  // blocks on sm_100 and sm_120, and a wide step would spill.
+  static constexpr bool keeps_pointers = Resident && !wide_step && !Rule::divides;
   template <int I>
   using stream = stream_t<Rule, I>;
   template <int I>
@@ -131,10 +137,12 @@ struct Body {
   uint32_t row;
   unsigned flags;
   factor_t<Acc> factor;
+  void* kept_pointer[n_streams];
 
   template <int I>
   SPECTRAIN_HD type<I>* at(int64_t element) const {
-    return global(static_cast<type<I>*>(table.pointer(row, I))) + element;
+    void* pointer = keeps_pointers ? kept_pointer[I] : table.pointer(row, I);
+    return global(static_cast<type<I>*>(pointer)) + element;
   }
 
   template <int N>
@@ -277,7 +285,9 @@ struct Body {
     }
   }
 
-  SPECTRAIN_HD static void run(const Args* settings, const TableView& table, const Lane& lane) {
+  // `stride`: bytes between the arguments of two groups; 0: all chunks of the block are of one.
+  SPECTRAIN_HD static void run(const unsigned char* arguments, uint32_t stride,
+                               const TableView& table, const Lane& lane) {
     if (table.options.gate.skips()) {
       if constexpr (kGradient<Rule> >= 0) {
         if (table.options.zero_grad) zero(table, lane);
@@ -289,8 +299,10 @@ struct Body {
          chunk < table.chunk_end; chunk += lane.blocks) {
       const uint32_t r = table.find_row(static_cast<uint32_t>(chunk));
       const Row& row = table.rows[r];
+      const Args& args = *reinterpret_cast<const Args*>(arguments + row.setting * stride);
+      Body body{args, table, r, row.flags, factor, {}};
+      for (int s = 0; s < n_streams; ++s) body.kept_pointer[s] = table.pointer(r, s);
       const Range range = table.range(row, static_cast<uint32_t>(chunk));
-      const Body body{settings[row.setting], table, r, row.flags, factor};
       int64_t begin = range.begin;
       if ((row.flags & kAligned) != 0) {
         const int64_t aligned = begin == 0 ? row.head : begin;

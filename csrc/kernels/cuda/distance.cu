@@ -25,9 +25,9 @@ __global__ void __launch_bounds__(kLanes) partial_sums(Distances d) {
   for (uint32_t chunk = blockIdx.x; chunk < d.table.chunk_end; chunk += gridDim.x) {
     const uint32_t r = d.table.find_row(chunk);
     const Range range = d.table.range(d.table.rows[r], chunk);
-    const T* w = static_cast<const T*>(d.table.pointer(r, 0));
+    const T* w = global(static_cast<const T*>(d.table.pointer(r, 0)));
     for (uint32_t j = 0; j < d.n_lists; ++j) {
-      const T* other = static_cast<const T*>(d.table.pointer(r, 1 + j));
+      const T* other = global(static_cast<const T*>(d.table.pointer(r, 1 + j)));
       double sum = 0.0;
       for (int64_t i = range.begin + threadIdx.x; i < range.end; i += kLanes) {
         sum = add_square(other[i], w[i], sum);

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <vector>
@@ -14,39 +15,29 @@ namespace spectrain {
 
 namespace {
 
-constexpr size_t kRowAlignment = 16;  // of the data after the settings
-
 void check(const char* error, int device) {
   if (error != nullptr) throw cuda_error(error, device);
 }
 
-size_t bytes_per_row(const TableView& view) { return sizeof(Row) + view.n_streams * sizeof(void*); }
-size_t bytes_of_settings(const CudaLaunch& given) {
-  return static_cast<size_t>(given.settings.size) * given.kernel.setting_bytes;
-}
-
-[[noreturn]] void refuse_groups(const CudaLaunch& given) {
-  throw cuda_error(std::to_string(given.settings.size) +
-                       " parameter groups do not fit one launch; use fewer groups a call",
-                   given.device);
-}
+// The bytes of a group's arguments with as many terms as any group of the call has.
+size_t stride_of(const CudaLaunch& given) { return given.kernel.stride(given.settings.terms()); }
 
 // The layout of a resident table in one block of device memory: rows, pointers, arguments of every
-// group.
+// group, which may have all terms in a later call.
 struct ResidentLayout {
-  size_t argument_bytes, arguments_at, bytes;
+  size_t arguments_at, bytes;
 
   explicit ResidentLayout(const CudaLaunch& given)
-      : argument_bytes(bytes_of_settings(given)),
-        arguments_at((given.view.n_rows * bytes_per_row(given.view) + 15) / 16 * 16),
-        bytes((arguments_at + argument_bytes + 15) / 16 * 16) {}
+      : arguments_at((bytes_of_rows(given.view) + 15) / 16 * 16),
+        bytes((arguments_at + given.settings.size * given.kernel.stride(kMaxTerms) + 15) / 16 *
+              16) {}
 };
 
 // Writes rows, then pointers, through kernel parameters: the host memory that a copy would read is
 // gone when a captured graph is replayed.
 int write_table(const TableView& view, void* to, int device, void* stream) {
   const size_t rows_bytes = view.n_rows * sizeof(Row);
-  const size_t pointers_bytes = view.n_rows * bytes_per_row(view) - rows_bytes;
+  const size_t pointers_bytes = bytes_of_rows(view) - rows_bytes;
   std::vector<char> bytes(rows_bytes + pointers_bytes);
   memcpy(bytes.data(), view.rows, rows_bytes);
   memcpy(bytes.data() + rows_bytes, view.pointers, pointers_bytes);
@@ -90,10 +81,9 @@ CudaKernel find_cuda_kernel(KernelKey key) {
 int launch_cuda(const CudaLaunch& given) {
   const TableView& view = given.view;
   const DeviceGuard guard(given.device);
-  const size_t row_bytes = bytes_per_row(view);
-  const size_t settings_bytes = kRowAlignment + bytes_of_settings(given);
-  if (settings_bytes + row_bytes > kLargeTable) refuse_groups(given);
-  const auto capacity = static_cast<uint32_t>((kLargeTable - settings_bytes) / row_bytes);
+  const size_t stride = stride_of(given);
+  const size_t room = kLargeTable - bytes_before_rows(given.settings.size * stride);
+  const auto capacity = static_cast<uint32_t>(room * view.n_rows / bytes_of_rows(view));
   int launches = 0;
   for (uint32_t begin = 0; begin < view.n_rows; begin += capacity) {
     const uint32_t end = view.n_rows - begin < capacity ? view.n_rows : begin + capacity;
@@ -103,7 +93,7 @@ int launch_cuda(const CudaLaunch& given) {
     window.n_rows = end - begin;
     window.chunk_begin = view.rows[begin].first_chunk;
     window.chunk_end = end == view.n_rows ? view.chunk_end : view.rows[end].first_chunk;
-    check(given.kernel.launch(window, given.settings, given.stream), given.device);
+    check(given.kernel.launch(window, given.settings, stride, given.stream), given.device);
     ++launches;
   }
   return launches;
@@ -120,9 +110,10 @@ bool cuda_is_capturing(int device, void* stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-bool fits_parameters(const CudaLaunch& given) {
-  const TableView& view = given.view;
-  return kRowAlignment + bytes_of_settings(given) + view.n_rows * bytes_per_row(view) <=
+bool fits_parameters(const CudaLaunch& given, bool whole) {
+  const size_t rows = bytes_of_rows(given.view);
+  return bytes_before_rows(given.settings.size * stride_of(given)) +
+             (whole ? rows : std::min(rows, kLargeTable / 2)) <=
          kLargeTable;
 }
 
@@ -131,20 +122,17 @@ size_t resident_bytes(const CudaLaunch& given) { return ResidentLayout(given).by
 int launch_cuda_resident(const CudaLaunch& given, const Resident& table) {
   const auto& [kernel, key, view, settings, device, stream] = given;
   const DeviceGuard guard(device);
-  const ResidentLayout layout(given);
-  if (layout.argument_bytes > kSharedBytes) refuse_groups(given);
+  const size_t stride = stride_of(given);
   auto* at = static_cast<char*>(table.memory);
   int launches = table.write ? write_table(view, at, device, stream) : 0;
-  std::vector<char> on_host(layout.argument_bytes);
-  CudaArguments arguments{on_host.data(), nullptr, on_host.size()};
-  char* on_device = at + layout.arguments_at;
+  std::vector<char> on_host(settings.size * stride);
+  CudaArguments arguments{on_host.data(), nullptr, on_host.size(), stride};
+  char* on_device = at + ResidentLayout(given).arguments_at;
   if (table.reads_rate) {
-    check(enqueue_prepare({key, settings, on_device, static_cast<size_t>(kernel.setting_bytes)},
-                          stream, &launches),
-          device);
+    check(enqueue_prepare({key, settings, on_device, stride}, stream, &launches), device);
     arguments.on_device = on_device;
   } else {
-    kernel.make_arguments(settings, on_host.data());
+    kernel.make_arguments(settings, stride, on_host.data());
     if (on_host.size() > kSmallTable) {
       check(enqueue_write(on_device, on_host.data(), on_host.size(), stream, &launches), device);
       arguments.on_device = on_device;

@@ -36,8 +36,9 @@ int launch_cuda(const CudaLaunch&);
 // Whether the stream is being captured in a CUDA graph.
 bool cuda_is_capturing(int device, void* stream);
 
-// Whether launch_cuda() takes one launch.
-bool fits_parameters(const CudaLaunch&);
+// Whether launch_cuda() takes one launch or, if not `whole`, launches that are at least half rows.
+// It must not be called where this is false.
+bool fits_parameters(const CudaLaunch&, bool whole);
 
 // Returns the memory that a resident table needs.
 size_t resident_bytes(const CudaLaunch&);

@@ -27,6 +27,8 @@ __global__ void __launch_bounds__(kThreads) write_piece(const __grid_constant__ 
   for (uint32_t i = threadIdx.x; i < piece.n_quads; i += kThreads) to[i] = from[i];
 }
 
+constexpr int kPreparers = 32;
+
 // Settings without unused terms.
 struct Preparation {
   unsigned char* to;
@@ -50,10 +52,17 @@ __device__ __forceinline__ void place_arguments(Operation operation, const Setti
 #undef SPECTRAIN_ROW
 }
 
-__global__ void prepare(const __grid_constant__ Preparation given) {
-  __shared__ Setting setting;
-  for (uint32_t i = 0; i < given.n_settings; ++i) {
-    memcpy(&setting, given.storage + i * given.setting_bytes, given.setting_bytes);
+// A thread for each setting, which changes in shared memory.
+__global__ void __launch_bounds__(kPreparers) prepare(const __grid_constant__ Preparation given) {
+  __shared__ Quad settings[kSmallTable / sizeof(Quad)];
+  const uint32_t bytes = given.n_settings * given.setting_bytes;
+  for (uint32_t i = threadIdx.x; i * sizeof(Quad) < bytes; i += kPreparers) {
+    settings[i] = reinterpret_cast<const Quad*>(given.storage)[i];
+  }
+  __syncthreads();
+  for (uint32_t i = threadIdx.x; i < given.n_settings; i += kPreparers) {
+    void* at = reinterpret_cast<unsigned char*>(settings) + i * given.setting_bytes;
+    Setting& setting = *static_cast<Setting*>(at);
     setting.read_rate();
     unsigned char* to = global(given.to) + i * given.stride;
     if (given.key.w == DType::float64) {
@@ -80,12 +89,7 @@ const char* enqueue_write(void* to, const void* from, size_t n, void* stream, in
 }
 
 const char* enqueue_prepare(const PrepareRequest& r, void* stream, int* launches) {
-  int terms = 0;
-  for (int i = 0; i < r.settings.size; ++i) {
-    const int n = r.settings.data[i].n_terms();
-    terms = n > terms ? n : terms;
-  }
-  const size_t setting_bytes = offsetof(Setting, terms) + terms * sizeof(Term);
+  const size_t setting_bytes = offsetof(Setting, terms) + r.settings.terms() * sizeof(Term);
   static_assert(offsetof(Setting, terms) + kMaxOuts * sizeof(Term) <= kSmallTable,
                 "a setting of a rule that reads a rate, with a term per output, fits one launch");
   const auto capacity = static_cast<int>(kSmallTable / setting_bytes);
@@ -100,7 +104,7 @@ const char* enqueue_prepare(const PrepareRequest& r, void* stream, int* launches
     for (uint32_t i = 0; i < given.n_settings; ++i) {
       memcpy(given.storage + i * setting_bytes, &r.settings.data[begin + i], setting_bytes);
     }
-    const cudaError_t error = enqueue(prepare, 1, 1, given, stream);
+    const cudaError_t error = enqueue(prepare, 1, kPreparers, given, stream);
     if (error != cudaSuccess) return words(error);
     ++*launches;
   }

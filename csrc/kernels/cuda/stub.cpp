@@ -21,7 +21,7 @@ CudaKernel find_cuda_kernel(KernelKey) { throw std::runtime_error(kNoCuda); }
 
 int launch_cuda(const CudaLaunch&) { throw std::runtime_error(kNoCuda); }
 bool cuda_is_capturing(int, void*) { throw std::runtime_error(kNoCuda); }
-bool fits_parameters(const CudaLaunch&) { throw std::runtime_error(kNoCuda); }
+bool fits_parameters(const CudaLaunch&, bool) { throw std::runtime_error(kNoCuda); }
 size_t resident_bytes(const CudaLaunch&) { throw std::runtime_error(kNoCuda); }
 
 int launch_cuda_resident(const CudaLaunch&, const Resident&) { throw std::runtime_error(kNoCuda); }

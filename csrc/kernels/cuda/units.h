@@ -24,6 +24,14 @@ constexpr size_t kLargeTable = kSmallTable;
 // Shared memory of a block.
 constexpr size_t kSharedBytes = 48 * 1024;
 
+// A table's rows, with their pointers, and the arguments before them, padded.
+inline size_t bytes_of_rows(const TableView& view) {
+  return view.n_rows * (sizeof(Row) + view.n_streams * sizeof(void*));
+}
+inline size_t bytes_before_rows(size_t bytes) {
+  return (bytes + alignof(Row) - 1) / alignof(Row) * alignof(Row);
+}
+
 // Returns no launcher if there is no such kernel.
 CudaKernel find_cuda_copy(KernelKey), find_cuda_sgd(KernelKey), find_cuda_adam(KernelKey);
 

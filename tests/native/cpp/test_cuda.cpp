@@ -18,7 +18,7 @@ namespace spectrain {
 namespace {
 
 constexpr int kSeeds = 3;
-constexpr size_t kLong = 140;  // rows that are more than a kernel's parameters hold
+constexpr size_t kLong = 141;  // rows that are more than a kernel's parameters hold
 
 // Lends memory as torch's allocator does: what is free on a stream is free for that stream's next
 // work at once, and for others' never.
@@ -393,6 +393,99 @@ TEST(Kernels, WriteTheBitsOfTheBaselines) {
   }
   stand_in::choose_instruction_set(0);
   EXPECT_EQ(compiled, SPECTRAIN_COMPILED_TYPES);
+}
+
+// Every group has other numbers. Most of them are more than a kernel's parameters hold, and the
+// most are more than a block's shared memory holds.
+TEST(Kernels, TakeAnyNumberOfGroups) {
+  for (const DType type : {DType::float32, DType::float64}) {
+    if (find_cpu_kernel({Op::adam_step, type, type, type, type}) == nullptr) continue;
+    for (const uint16_t n_groups : {1, 29, 30, 100, 1000}) {
+      for (const int n_terms : {1, kMaxTerms}) {
+        const auto by_group = [&](const auto& each) {
+          std::vector<std::decay_t<decltype(each(0.0))>> all;
+          for (int g = 0; g < n_groups; ++g) all.push_back(each(0.1 + g * 1e-4));
+          return all;
+        };
+        const auto settings = by_group(setting);
+        const auto terms = by_group([&](double lr) {
+          return std::vector<Term>(n_terms, Term{1.0, lr / n_terms, 0.0, 1.1});
+        });
+        const auto by_rate = by_group([&](double by) {
+          Setting s = setting(by);
+          s.step = {1.0, 0.0, 0.0, 1.0, -0.01, by, 0.0};
+          return s;
+        });
+        const auto ahead_by_rate = by_group(
+            [&](double by) { return std::vector<Term>{{1.0, 0.0, 0.0, 1.0, 0.0, 2 * by, 0.0}}; });
+        const Operation_ all[] = {
+            {"Adam step",
+             [&](const Twins&, Plan& p, void* s) {
+               p.step(Op::adam_step, {settings, {{0, terms}}}, s);
+             },
+             false, true},
+            {"predict of Adam",
+             [&](const Twins&, Plan& p, void* s) { p.predict(adam(p), terms, p.outs[1], s); }},
+            {"SGD step",
+             [&](const Twins&, Plan& p, void* s) {
+               p.step(Op::sgd_step, {settings, {{0, ahead_by_rate}}}, s);
+             }},
+            {"SGD step, a learning rate in memory",
+             [&](const Twins& t, Plan& p, void* s) {
+               with_rate(t, p, [&] { p.step(Op::sgd_step, {by_rate, {{1, ahead_by_rate}}}, s); });
+             },
+             false, true},
+            {"stash", [](const Twins&, Plan& p, void* s) { p.copy(p.params, p.stashed, s); }},
+        };
+        for (const Operation_& operation : all) {
+          if (n_terms > 1 && operation.name[0] == 'S') continue;
+          if (n_groups == 1000 && (n_terms > 1 || !operation.may_be_long)) continue;
+          SCOPED_TRACE(testing::Message() << operation.name << ", " << n_groups << " groups of "
+                                          << n_terms << " terms");
+          // Neighbours of other groups; the first group has two rows.
+          Twins twins(1, std::vector<int64_t>(n_groups + 1, 5), Device{true, 0}, n_groups,
+                      {type, type, type, type});
+          twins.both(operation, n_groups == 1000 ? 1 : 2);
+          stand_in::begin_capture(twins.stream());
+          operation.call(twins, *twins.twin, twins.stream());
+          const stand_in::Graph graph = stand_in::end_capture(twins.stream());
+          stand_in::synchronize();
+          twins.set_rate(0.5);
+          operation.call(twins, *twins.host, nullptr);
+          stand_in::launch(graph, twins.stream());
+          twins.expect_equal();
+          if (HasFatalFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+// The bits of a division in double that is then rounded, with quotients of any size.
+TEST(Kernels, DivideTheFactorOfGradientsInTheirArithmetic) {
+  std::mt19937_64 random(1);
+  const auto any = [&] {
+    const float specials[] = {0.0F, -0.0F, INFINITY, NAN, 1.0F, 3e38F, 1.2e-38F, 1e-45F};
+    const auto bits = random();
+    const auto near = static_cast<uint32_t>(bits & 0x87ffffffU) | 0x38000000U;  // 2^-15 to 2
+    return bits >> 60 == 0   ? specials[bits % std::size(specials)]
+           : bits >> 63 == 0 ? bit_cast<float>(near)
+                             : bit_cast<float>(static_cast<uint32_t>(bits));
+  };
+  int subnormal = 0;
+  for (int i = 0; i < 2'000'000; ++i) {
+    const float clip = any();
+    const float scale = i % 2 == 0 ? any() : clip * std::ldexp(1.0F + any(), i % 300 - 150);
+    const Gate gate{nullptr, &scale, i % 16 == 0 ? nullptr : &clip};
+    const double exact = (gate.clip_factor != nullptr ? clip : 1.0) / double{scale};
+    const float expected = static_cast<float>(exact), came = gate.factor<float>();
+    ASSERT_TRUE(expected != expected ? came != came
+                                     : bit_cast<uint32_t>(came) == bit_cast<uint32_t>(expected))
+        << clip << " / " << scale;
+    ASSERT_TRUE(exact != exact || gate.factor<double>() == exact);
+    subnormal += std::fpclassify(came) == FP_SUBNORMAL;
+  }
+  EXPECT_GT(subnormal, 10'000);
 }
 
 TEST(Cuda, LongListsAreOneLaunchFromTheirThirdUseOn) {
