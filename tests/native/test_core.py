@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from helpers.build_tools import ROOT, run
 
 pytestmark = pytest.mark.compiler
-
-ROOT = Path(__file__).resolve().parents[2]
-# cmake and ninja from the tests' environment, otherwise from the machine
-TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-
-
-def run(*command: object) -> str:
-    done = subprocess.run(
-        [str(c) for c in command],
-        env={**os.environ, "PATH": TOOLS},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    if "GTest" in done.stdout and "CMake Error" in done.stdout:
-        pytest.skip("needs GoogleTest (Debian: libgtest-dev)")
-    assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout[-4000:]}"
-    return done.stdout
 
 
 @pytest.mark.timeout(900)

@@ -18,15 +18,13 @@ from typing import Any
 
 import pytest
 from elftools.elf.elffile import ELFFile
+from helpers.build_tools import ROOT, TOOLS
 
 from spectrain_ext import _C
 
 pytestmark = pytest.mark.processes
 
-ROOT = Path(__file__).resolve().parents[2]
 NATIVE = Path(_C.__file__ or "")
-# cmake and ninja from the environment that runs the tests, else from the machine
-TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 def _try(

@@ -254,6 +254,16 @@ Next end(Thread&, const Instruction&) { return Next::end; }
 using Forms = std::unordered_map<std::string, Run>;
 
 template <class T>
+void comparisons(Forms& f, const std::string& type) {
+  f["setp.eq." + type] = binary<T, equal<T>>;
+  f["setp.ne." + type] = binary<T, unequal<T>>;
+  f["setp.lt." + type] = binary<T, less<T>>;
+  f["setp.le." + type] = binary<T, at_most<T>>;
+  f["setp.gt." + type] = binary<T, greater<T>>;
+  f["setp.ge." + type] = binary<T, at_least<T>>;
+}
+
+template <class T>
 void integers(Forms& f, const std::string& type) {
   f["add." + type] = binary<T, add<T>>;
   f["sub." + type] = binary<T, subtract<T>>;
@@ -263,12 +273,7 @@ void integers(Forms& f, const std::string& type) {
   f["max." + type] = binary<T, larger<T>>;
   f["neg." + type] = unary<T, [](T x) { return subtract<T>(0, x); }>;
   f["shr." + type] = shift_right<T>;
-  f["setp.eq." + type] = binary<T, equal<T>>;
-  f["setp.ne." + type] = binary<T, unequal<T>>;
-  f["setp.lt." + type] = binary<T, less<T>>;
-  f["setp.le." + type] = binary<T, at_most<T>>;
-  f["setp.gt." + type] = binary<T, greater<T>>;
-  f["setp.ge." + type] = binary<T, at_least<T>>;
+  comparisons<T>(f, type);
 }
 
 template <class T>
@@ -297,12 +302,7 @@ void floats(Forms& f, const std::string& type) {
   f["sqrt.rn." + type] = unary<T, [](T x) { return std::sqrt(x); }>;
   f["neg." + type] = unary<T, [](T x) { return -x; }>;
   f["abs." + type] = unary<T, [](T x) { return std::fabs(x); }>;
-  f["setp.eq." + type] = binary<T, equal<T>>;
-  f["setp.ne." + type] = binary<T, unequal<T>>;
-  f["setp.lt." + type] = binary<T, less<T>>;
-  f["setp.le." + type] = binary<T, at_most<T>>;
-  f["setp.gt." + type] = binary<T, greater<T>>;
-  f["setp.ge." + type] = binary<T, at_least<T>>;
+  comparisons<T>(f, type);
   f["setp.equ." + type] = binary<T, or_nan<T, equal<T>>>;
   f["setp.neu." + type] = binary<T, or_nan<T, unequal<T>>>;
   f["setp.ltu." + type] = binary<T, or_nan<T, less<T>>>;

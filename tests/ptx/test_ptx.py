@@ -8,36 +8,17 @@ results have to be the CPU's to the bit.
 from __future__ import annotations
 
 import fcntl
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers.build_tools import ROOT, TOOLS, run
 
 pytestmark = pytest.mark.compiler
 
-ROOT = Path(__file__).resolve().parents[2]
-# cmake and ninja from the tests' environment, otherwise from the machine
-TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 #: Per architecture 28 s of nvcc on one core, as long for the rest; 30 s for the first seeds.
 LIMIT_S = 900
-
-
-def _run(*command: object) -> str:
-    done = subprocess.run(
-        [str(c) for c in command],
-        env={**os.environ, "PATH": TOOLS},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    if "SPECTRAIN_NVCC" in done.stdout and "CMake Error" in done.stdout:
-        pytest.skip("needs nvcc (CUDA toolkit)")
-    assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout[-4000:]}"
-    return done.stdout
 
 
 def _built(program: str, arch: str = "80") -> Path:
@@ -49,8 +30,8 @@ def _built(program: str, arch: str = "80") -> Path:
     with (folder / "lock").open("w") as lock:  # another process may build it, too
         fcntl.flock(lock, fcntl.LOCK_EX)
         options = (f"-DSPECTRAIN_ARCH={arch}", "-G", "Ninja")
-        _run("cmake", "-S", ROOT / "tests" / "ptx", "-B", folder, *options)
-        _run("cmake", "--build", folder, "--target", program)
+        run("cmake", "-S", ROOT / "tests" / "ptx", "-B", folder, *options)
+        run("cmake", "--build", folder, "--target", program)
     return folder / program
 
 
@@ -61,7 +42,7 @@ def _ratio(pattern: str, text: str) -> tuple[int, int]:
 
 
 def _check(arch: str, *options: object) -> str:
-    out = _run(_built("interpreted", arch), *options)
+    out = run(_built("interpreted", arch), *options)
     assert re.search(r"^[1-9]\d* cases, 0 failed$", out, re.MULTILINE), out
     return out
 
@@ -69,7 +50,7 @@ def _check(arch: str, *options: object) -> str:
 @pytest.mark.timeout(LIMIT_S)
 def test_the_device_notices_mistakes() -> None:
     """Of small kernels: bounds, alignment, races, barriers, memory without values."""
-    assert re.search(r"^[1-9]\d* kernels, 0 wrong$", _run(_built("faults")))
+    assert re.search(r"^[1-9]\d* kernels, 0 wrong$", run(_built("faults")))
 
 
 @pytest.mark.timeout(LIMIT_S)
@@ -88,7 +69,7 @@ def test_kernels_write_the_bits_of_the_cpu() -> None:
 @pytest.mark.timeout(LIMIT_S)
 def test_spoiled_instructions_are_noticed() -> None:
     """The rest computes the same: a comparison of what is never equal, a sum with zero."""
-    noticed, spoiled = _ratio("spoiled", _run(_built("interpreted"), "--seeds", 2, "--spoil", 60))
+    noticed, spoiled = _ratio("spoiled", run(_built("interpreted"), "--seeds", 2, "--spoil", 60))
     assert noticed > 0.7 * spoiled
 
 
