@@ -258,8 +258,7 @@ class Call {
     if (n_outs_ > 10) sizes_ = {1, 5};
     // An allocation for each of many arrays takes long on a device, and neighbours would be one
     // row.
-    const bool many = shape_ == Shape::rows || shape_ == Shape::beyond_parameters;
-    const Layout layout = many ? Layout::scattered : static_cast<Layout>(random_() % 4);
+    const Layout layout = is_long() ? Layout::scattered : static_cast<Layout>(random_() % 4);
     const bool special = chance(random_, 2);
     n_groups_ = shape_ == Shape::groups
                     ? static_cast<size_t>(between(random_, 12, chance(random_, 3) ? 130 : 64))
@@ -336,6 +335,7 @@ class Call {
     return case_.key.operation == Operation::none ? none : row_of(case_.key.operation);
   }
 
+  bool is_long() const { return shape_ == Shape::rows || shape_ == Shape::beyond_parameters; }
   bool has_column(char letter) const { return strchr(row_of_case().columns, letter) != nullptr; }
 
   std::unique_ptr<Plan> plan(Device where, const std::vector<uint16_t>& groups) {
@@ -355,7 +355,7 @@ class Call {
   void draw() {
     for (size_t g = 0; g < n_groups_; ++g) settings_.push_back(drawn_setting(random_));
     for (size_t i = 0; i < sizes_.size(); ++i) first_step_.push_back(chance(random_, 3));
-    has_rate_ = row_of_case().reads_rate && chance(random_, 2);
+    has_rate_ = row_of_case().reads_rate && chance(random_, 3);
     in_place_ = chance(random_, 4) && case_.key.o == case_.key.w;
     skips_ = chance(random_, 6);
     gate_ = static_cast<unsigned>(random_() % 8);
@@ -381,7 +381,7 @@ class Call {
       terms_.push_back(terms);
     }
     if (has_rate_) use_rate();
-    if (steps && chance(random_, 3)) move_gradients();
+    if (steps && !is_long() && chance(random_, 3)) move_gradients();
   }
 
   // The coefficients are numbers plus multiples of a rate in memory, except in the last group.
