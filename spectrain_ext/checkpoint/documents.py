@@ -8,6 +8,7 @@ import re
 import reprlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,19 +88,18 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
 
 
-def decode(value: Any, tensors: Mapping[str, object] | None = None) -> Any:
+def decode(value: Any, tensors: Mapping[str, object] | None = None, depth: int = _DEEPEST) -> Any:
     """Decode a result of ``encode``; for anything else it may raise any exception.
 
     The result holds only plain containers, numbers, strings and the given ``tensors``.
     """
-
-    def member(value: Any) -> Any:
-        return decode(value, tensors)
-
+    if not isinstance(value, (list, dict)):
+        return value
+    if depth < 0:
+        raise ValueError(f"more than {_DEEPEST} containers in one another")
+    member = partial(decode, tensors=tensors, depth=depth - 1)
     if isinstance(value, list):
         return [member(each) for each in value]
-    if not isinstance(value, dict):
-        return value
     tag, held = next(iter(value.items()), ("", None))
     if not tag.startswith("$"):
         return {name: member(each) for name, each in value.items()}

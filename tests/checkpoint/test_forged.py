@@ -228,7 +228,7 @@ VALUES: list[Any] = [
     {"$tensor": "x"},
     {"$other": []},
     {"$tuple": [], "more": 1},
-    cases.nest(1, 400),
+    cases.nest(1, 150),
 ]
 
 

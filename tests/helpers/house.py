@@ -32,7 +32,7 @@ CEILINGS = {
     "csrc, lines": 5208,
     "bench, lines": 7406,
     "studies, lines": 5153,
-    "tests, lines": 40058,
+    "tests, lines": 40050,
     "tests that import inner modules": 14,
     "manual, words": 26694,
     "arguments of Pipeline": 15,
