@@ -53,7 +53,7 @@ def install(cases: Cases, scale: Scale, out: Path) -> None:
     site = out / "site"
 
     def usable() -> dict[str, Any]:
-        about = json.loads(_run([sys.executable, "-c", _CHECK]).splitlines()[-1])
+        about = json.loads(run([sys.executable, "-c", _CHECK]).splitlines()[-1])
         if scale.on_gpu:
             why = refused(about["build"], driver(), about["capabilities"])
             if why or about["failed"]:
@@ -153,7 +153,7 @@ def check_compiler(runs: tuple[int, int] | None) -> None:
             f"there is no nvcc on PATH or in CUDA_HOME to compile with: install {wanted}, or bring "
             "a wheel (make gpu-wheel)"
         )
-    release = re.search(r"release (\d+)\.(\d+)", _run([nvcc, "--version"]))
+    release = re.search(r"release (\d+)\.(\d+)", run([nvcc, "--version"]))
     if runs is not None and release is not None and int(release[1]) > runs[0]:
         raise RuntimeError(
             f"{nvcc} is of CUDA {release[1]}.{release[2]}, and the driver runs CUDA {runs[0]}."
@@ -163,10 +163,11 @@ def check_compiler(runs: tuple[int, int] | None) -> None:
 
 def _pip(*arguments: str) -> str:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    return _run([*pip, "--no-cache-dir", "--no-compile", *arguments])
+    return run([*pip, "--no-cache-dir", "--no-compile", *arguments])
 
 
-def _run(command: list[str]) -> str:
+def run(command: list[str]) -> str:
+    """Return what a command prints; RuntimeError with its last words if it fails."""
     # Not the root: import the installed package, not the source tree.
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT / "bench")
     if done.returncode:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 from .carried import carried
 from .cases import Cases
+from .install import run
 from .scale import ROOT, Scale
 
 #: The name of the program, in the suite's working folder.
@@ -48,20 +48,13 @@ def _compile(out: Path) -> None:
     folder = out / "cases"
     options = [f"-DSPECTRAIN_ARCH={code}", f"-DSPECTRAIN_CODE=arch=compute_{code},code=sm_{code}"]
     build = ["cmake", "--build", str(folder), "--target", PROGRAM, "--parallel"]
-    _checked(["cmake", "-S", str(ROOT / "tests" / "ptx"), "-B", str(folder), *options])
-    _checked(build)
+    run(["cmake", "-S", str(ROOT / "tests" / "ptx"), "-B", str(folder), *options])
+    run(build)
     shutil.copy(folder / PROGRAM, out / PROGRAM)
 
 
 def _run(program: Path, until: float) -> dict[str, Any]:
-    text = _checked([str(program), "0", str(SEEDS), str(until)])
+    text = run([str(program), "0", str(SEEDS), str(until)])
     found = re.search(r"(\d+) of (\d+) cases, 0 failed", text)
     assert found, text
     return {"cases": int(found[1]), "of": int(found[2]), "bits": "the CPU's"}
-
-
-def _checked(command: list[str]) -> str:
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stdout[-1500:])
-    return done.stdout

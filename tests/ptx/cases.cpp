@@ -3,14 +3,14 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
-#include <limits>
 #include <memory>
 #include <random>
 #include <stdexcept>
 
+#include "elements.h"
 #include "kernels/cuda/launch.h"
+#include "kernels/cuda/units.h"
 #include "plan/plan.h"
 
 namespace cases {
@@ -54,47 +54,6 @@ class Memory : public DeviceMemory {
   size_t bytes_;
 };
 
-// --- elements ---
-
-template <class T>
-void put(char* to, T value) {
-  memcpy(to, &value, sizeof(value));
-}
-void store(char* to, DType type, double x) {
-  switch (type) {
-    case DType::float16:
-      return put(to, narrow_half(static_cast<float>(x)));
-    case DType::bfloat16:
-      return put(to, narrow_bfloat16(static_cast<float>(x)));
-    case DType::float32:
-      return put(to, static_cast<float>(x));
-    default:
-      return put(to, x);
-  }
-}
-template <class T>
-bool holds_nan(const char* from) {
-  T x;
-  memcpy(&x, from, sizeof(x));
-  const auto wide = widen(x);
-  return wide != wide;
-}
-bool is_nan(const char* from, DType type) {
-  return type == DType::float64   ? holds_nan<double>(from)
-         : type == DType::float32 ? holds_nan<float>(from)
-         : type == DType::float16 ? holds_nan<Half>(from)
-                                  : holds_nan<BFloat16>(from);
-}
-
-// A number, or with `special` one of twelve a special one.
-double number(Random& random, bool special) {
-  constexpr double infinity = std::numeric_limits<double>::infinity();
-  constexpr double specials[] = {infinity, -infinity, NAN,   0.0,   -0.0, 65504.0, 65520.0,
-                                 1e-7,     -3e-8,     1e-41, 1e-45, 1e20, 3.4e38,  -1e-320};
-  if (special && chance(random, 12)) return specials[random() % std::size(specials)];
-  return std::normal_distribution<double>()(random);
-}
-
 // --- lists ---
 
 enum class Layout { apart, flat, shifted, scattered };
@@ -134,8 +93,8 @@ struct List {
     for (size_t i = 0; i < sizes.size(); ++i) {
       std::vector<char>& bytes = arrays.emplace_back(static_cast<size_t>(sizes[i]) * width);
       for (size_t at = 0; at < bytes.size(); at += width) {
-        const double x = number(random, special);
-        store(&bytes[at], type, positive ? std::fabs(x) : x);
+        const double x = elements::number(random, special);
+        elements::store(&bytes[at], type, positive ? std::fabs(x) : x);
       }
       on_host.at.push_back(bytes.data());
       const auto& [k, at] = places[i];
@@ -154,8 +113,10 @@ struct List {
       const char* other = came[places[i].first].data() + places[i].second;
       for (size_t at = 0; at < arrays[i].size(); at += width) {
         const char* own = arrays[i].data() + at;
-        if (memcmp(own, other + at, width) == 0) continue;
-        if (!to_the_bit && is_nan(own, type) && is_nan(other + at, type)) continue;
+        if (to_the_bit ? memcmp(own, other + at, width) == 0
+                       : elements::agree(own, other + at, type)) {
+          continue;
+        }
         throw std::runtime_error(name + "[" + std::to_string(i) + "], element " +
                                  std::to_string(at / width) + ": the CPU has " + hex(own, width) +
                                  ", the device " + hex(other + at, width));
@@ -203,10 +164,10 @@ std::vector<int64_t> sizes_of(Shape shape, int64_t row_bytes, Random& random) {
   if (shape == Shape::chunks) {
     return {between(random, 3, 5) * kChunk + between(random, 0, 9), kChunk, kChunk - 1};
   }
-  // More rows than the smaller or the larger size of a kernel's parameters holds, see units.h.
-  const int64_t n = shape == Shape::rows     ? 3600 / row_bytes + 1
+  // More rows than the smaller or the larger size of a kernel's parameters holds.
+  const int64_t n = shape == Shape::rows     ? kSmallTable / row_bytes + 1
                     : shape == Shape::groups ? between(random, 40, 72)
-                                             : 32300 / row_bytes + between(random, 1, 30);
+                                             : kLargeTable / row_bytes + between(random, 1, 30);
   std::vector<int64_t> sizes;
   for (int64_t i = 0; i < n; ++i) sizes.push_back(between(random, 1, 17));
   return sizes;
@@ -493,8 +454,7 @@ class Call {
     for (size_t i = 0; i < n; ++i) {
       const char* own = reinterpret_cast<const char*>(&sums_[i]);
       const char* other = &came[i * sizeof(double)];
-      if (memcmp(own, other, sizeof(double)) == 0) continue;
-      if (is_nan(own, DType::float64) && is_nan(other, DType::float64)) continue;
+      if (elements::agree(own, other, DType::float64)) continue;
       throw std::runtime_error("distance " + std::to_string(i) + ": the CPU has " +
                                List::hex(own, 8) + ", the device " + List::hex(other, 8));
     }

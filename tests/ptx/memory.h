@@ -15,8 +15,8 @@ struct Fault : std::runtime_error {
   using runtime_error::runtime_error;
 };
 
-// Who accesses memory. `epoch` is the launch, or for shared memory the run of a block. Accesses of
-// a block's threads in different phases, between which is a barrier, do not race.
+// Who accesses memory. `epoch` is the launch. Accesses of a block's threads in different phases,
+// between which is a barrier, do not race.
 struct Accessor {
   uint32_t epoch, block;
   uint16_t thread, phase;
@@ -46,7 +46,6 @@ class Space {
   char* write_by_host(uint64_t address, size_t n);
 
   uint64_t first() const { return first_; }
-  size_t bytes() const { return bytes_; }
 
  private:
   enum State : uint8_t { kClosed, kUndefined, kDefined };

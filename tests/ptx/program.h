@@ -27,7 +27,7 @@ struct Instruction {
   Slot base = kNoSlot;  // of an address
   int64_t offset = 0;   // of an address
   uint32_t target = 0;  // of a branch
-  bool moves = false;   // copies bits without looking at them: a load, store or move
+  bool moves = false;   // a load or store, which copies bits without looking at them
   uint32_t line = 0;
 };
 

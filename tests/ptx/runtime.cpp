@@ -46,7 +46,7 @@ constexpr size_t kMostParameters = 32764;  // bytes, from compute_70 on
 struct State {
   ptx::Device device;
   CUstream_st legacy;
-  std::set<CUstream_st*> streams = {&legacy};
+  std::vector<CUstream_st*> streams = {&legacy};
   std::map<const void*, ptx::Program*> kernels;  // by their host functions
   std::map<uint64_t, size_t> allocations;
   size_t used = 0;  // of global memory
@@ -73,26 +73,32 @@ cudaError_t append(cudaStream_t to, Work work) {
   return cudaSuccess;
 }
 
-// Does all enqueued work, the heads of the streams in random order.
+// Does the first work of a stream that need not wait, chosen at random. False: there is no work.
+bool work_once() {
+  std::vector<CUstream_st*> ready;
+  bool any = false;
+  for (CUstream_st* s : state().streams) {
+    any |= !s->waiting.empty();
+    if (!s->waiting.empty() && s->waiting.front().ready()) ready.push_back(s);
+  }
+  if (!any) return false;
+  if (ready.empty()) throw Fault("streams wait for one another");
+  CUstream_st& chosen = *ready[state().device.machine.random() % ready.size()];
+  const Work work = std::move(chosen.waiting.front());
+  chosen.waiting.pop_front();
+  work.run();
+  return true;
+}
+
+// Does all enqueued work. After a fault the rest is forgotten.
 void drain() {
   if (state().fault) std::rethrow_exception(std::exchange(state().fault, nullptr));
-  const auto clear = [](void*) {
-    for (CUstream_st* s : state().streams) s->waiting.clear();
-  };
-  const std::unique_ptr<void, decltype(clear)> at_end(&state(), clear);  // also after a fault
-  while (true) {
-    std::vector<CUstream_st*> ready;
-    bool any = false;
-    for (CUstream_st* s : state().streams) {
-      any |= !s->waiting.empty();
-      if (!s->waiting.empty() && s->waiting.front().ready()) ready.push_back(s);
+  try {
+    while (work_once()) {
     }
-    if (!any) return;
-    if (ready.empty()) throw Fault("streams wait for one another");
-    CUstream_st& chosen = *ready[state().device.machine.random() % ready.size()];
-    const Work work = std::move(chosen.waiting.front());
-    chosen.waiting.pop_front();
-    work.run();
+  } catch (...) {
+    for (CUstream_st* s : state().streams) s->waiting.clear();
+    throw;
   }
 }
 
@@ -207,7 +213,8 @@ cudaError_t cudaMalloc(void** to, size_t bytes) {
   return cudaSuccess;
 }
 
-// Waits for all work, as CUDA's does. Memory begins anew when all of it is free.
+// Waits for all work, as CUDA's does. When all memory is free, memory and random orders begin anew,
+// so that a case does the same alone.
 cudaError_t cudaFree(void* at) {
   try {
     drain();
@@ -218,7 +225,10 @@ cudaError_t cudaFree(void* at) {
   if (found == state().allocations.end()) return raised(cudaErrorInvalidValue);
   state().device.machine.global.close(found->first, found->second);
   state().allocations.erase(found);
-  if (state().allocations.empty()) state().used = 0;
+  if (state().allocations.empty()) {
+    state().used = 0;
+    state().device.machine.random.seed();
+  }
   return cudaSuccess;
 }
 
@@ -251,12 +261,12 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind 
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* to, unsigned) {
   *to = new CUstream_st;
-  state().streams.insert(*to);
+  state().streams.push_back(*to);
   return cudaSuccess;
 }
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   drain();
-  state().streams.erase(stream);
+  std::erase(state().streams, stream);
   delete stream;
   return cudaSuccess;
 }

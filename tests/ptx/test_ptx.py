@@ -29,8 +29,9 @@ def _built(program: str, arch: str = "80") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:  # another process may build it, too
         fcntl.flock(lock, fcntl.LOCK_EX)
-        options = (f"-DSPECTRAIN_ARCH={arch}", "-G", "Ninja")
-        run("cmake", "-S", ROOT / "tests" / "ptx", "-B", folder, *options)
+        if not (folder / "build.ninja").exists():  # ninja configures again where it must
+            options = (f"-DSPECTRAIN_ARCH={arch}", "-G", "Ninja")
+            run("cmake", "-S", ROOT / "tests" / "ptx", "-B", folder, *options)
         run("cmake", "--build", folder, "--target", program)
     return folder / program
 

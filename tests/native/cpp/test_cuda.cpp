@@ -12,6 +12,7 @@
 #include "kernels/cuda/device.h"
 #include "kernels/cuda/launch.h"
 #include "plan/plan.h"
+#include "ptx/elements.h"
 #include "stand_in/control.h"
 
 namespace spectrain {
@@ -55,39 +56,6 @@ class Pool {
   std::map<void*, std::vector<std::pair<void*, size_t>>> free_;
 };
 
-// Writes a number as an element of a type, or reads one.
-void store(char* to, DType t, double x) {
-  const auto as_float = static_cast<float>(x);
-  const uint16_t narrow =
-      t == DType::float16 ? narrow_half(as_float).bits : narrow_bfloat16(as_float).bits;
-  const void* from = &narrow;
-  if (t == DType::float32) from = &as_float;
-  if (t == DType::float64) from = &x;
-  memcpy(to, from, size_of(t));
-}
-template <class T>
-bool is_nan(const char* from) {
-  T x;
-  memcpy(&x, from, sizeof(x));
-  const auto wide = widen(x);
-  return wide != wide;
-}
-bool is_nan(const char* from, DType t) {
-  return t == DType::float64   ? is_nan<double>(from)
-         : t == DType::float32 ? is_nan<float>(from)
-         : t == DType::float16 ? is_nan<Half>(from)
-                               : is_nan<BFloat16>(from);
-}
-
-// Any number, or one of 16 an odd one: an infinity, NaN, a subnormal, a zero.
-double number(std::mt19937_64& random, bool odd) {
-  constexpr double infinity = std::numeric_limits<double>::infinity();
-  const double specials[] = {infinity, -infinity, std::nan(""), 0.0,   -0.0,  65504.0,
-                             65520.0,  1e-7,      -3e-8,        1e-41, 3.4e38};
-  if (odd && random() % 16 == 0) return specials[random() % std::size(specials)];
-  return std::normal_distribution<double>()(random);
-}
-
 // One list of arrays on the host and their twins, none beside another.
 struct List {
   std::vector<std::vector<char>> host;
@@ -101,8 +69,8 @@ struct List {
     for (const int64_t n : sizes) {
       std::vector<char>& bytes = host.emplace_back(static_cast<size_t>(n * width));
       for (int64_t i = 0; i < n; ++i) {
-        const double x = number(random, odd);
-        store(&bytes[i * width], type, positive ? std::abs(x) : x);
+        const double x = elements::number(random, odd);
+        elements::store(&bytes[i * width], type, positive ? std::abs(x) : x);
       }
       on_host.at.push_back(bytes.data());
       const size_t offset = (twins.at.size() + skew) % 5 * width;
@@ -120,8 +88,7 @@ struct List {
       if (came == host[i]) continue;
       const size_t width = size_of(type);
       for (size_t at = 0; at < came.size(); at += width) {
-        if (memcmp(&came[at], &host[i][at], width) == 0) continue;
-        ASSERT_TRUE(is_nan(&came[at], type) && is_nan(&host[i][at], type))
+        ASSERT_TRUE(elements::agree(&came[at], &host[i][at], type))
             << name << "[" << i << "], element " << at / width;
       }
     }
