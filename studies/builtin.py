@@ -12,13 +12,16 @@ from spectrain_ext.method import Method
 from spectrain_ext.optim import hidden_matrices
 
 from .data.sources import load_cifar10, load_digits, load_text
-from .data.split import Batches, Split, Tests
+from .data.split import Batches, Split, Tests, Windows
 from .models.mlp import residual_mlp, snn
 from .models.text import gpt, residual_lstm, speedrun
 from .models.vision import inception_v4, resnet, vgg
 from .optimizers import make_any_optimizer, make_scheduler
 from .settings import TrainSettings
-from .workload import Maker, Workload, mean_loss, own
+from .workload import Epoch, Maker, Workload, mean_loss, own
+
+#: nanoGPT tests 240 random sequences; this is every fourth of all 1,742, at each of 20 tests.
+_TESTED = 4
 
 
 def maker_of(settings: TrainSettings, cache: Path) -> Maker:
@@ -38,7 +41,13 @@ def builtin(
     }
     if settings.model == "speedrun":  # its first and last stage also have blocks
         hidden = hidden_matrices(nn.Sequential(*modules))
-    train = Batches(data, batch_size=settings.batch_size, seed=seed, augmented=settings.augment)
+    train: Epoch = Batches(
+        data, batch_size=settings.batch_size, seed=seed, augmented=settings.augment
+    )
+    test = Tests(data)
+    if settings.model == "nanogpt":
+        train = Windows(data, batch_size=settings.batch_size, seed=seed)
+        test = Tests(data, every=_TESTED)
     return Workload(
         name=data.name,
         model=modules,
@@ -46,13 +55,13 @@ def builtin(
         scheduler=make_scheduler(settings, settings.updates or settings.epochs * len(train)),
         loss=mean_loss,
         train=train,
-        test=Tests(data),
+        test=test,
         judged="perplexity" if data.kind == "text" else "accuracy",
         about={
             "data_name": data.name,
             "data_sha256": data.fingerprint,
             "train_samples": len(data.train_inputs),
-            "test_samples": len(data.test_inputs),
+            "test_samples": -(-len(data.test_inputs) // test.every),
         },
     )
 
@@ -86,6 +95,9 @@ def build_stages(
         "inception-v4": partial(inception_v4, classes=classes),
         "snn": partial(snn, features=features, classes=classes),
         "gpt": partial(gpt, vocabulary=classes, context=settings.context),
+        "nanogpt": partial(
+            gpt, vocabulary=classes, context=settings.context, bias=False, tied=True
+        ),
         "lstm": partial(residual_lstm, vocabulary=classes),
         "speedrun": partial(speedrun, vocabulary=classes, rank=settings.rank),
     }

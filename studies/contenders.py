@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from spectrain_ext.cli.options import method_of
 from spectrain_ext.method import Method, delay, find_method, hybrid
@@ -28,6 +28,7 @@ class Contender(NamedTuple):
     replicas: int = 1  # pipelines that are averaged, each with its own microbatches
     averaging: Averaging | None = None  # how; None: a single pipeline
     uniform: bool = False  # all N stages have a delay of N - 1 updates, like the first one
+    clip: Literal["stage", "share", "all"] = "stage"  # what ``clip_norm`` is the largest norm of
 
     def over(self, updates: int) -> Method:
         """Return the method for a comparison with so many updates of a synchronous run."""
@@ -68,6 +69,7 @@ def _averaged(replicas: int, averaging: Averaging) -> Contender:
     return Contender(find_method("sync"), parts, replicas=replicas, averaging=averaging)
 
 
+_CLIPS: tuple[Literal["share", "all"], ...] = ("share", "all")
 _SYNC_AHEAD = Method(
     "sync-ahead",
     "",
@@ -79,6 +81,9 @@ _SYNC_AHEAD = Method(
 _EXTRA = {
     # the effect of prediction alone, without any delay
     "sync-ahead": Contender(_SYNC_AHEAD),
+    # XGrad, one update ahead, over several stages
+    "sync-xgrad": Contender(replace(_SYNC_AHEAD, name="sync-xgrad", law="linear")),
+    "sync-nadam": Contender(find_method("sync"), {"optimizer": "nadam"}),
     # arXiv 2505.01099
     "nesterov-async": Contender(
         find_method("pipedream"), {"optimizer": "nadam", "betas": (0.99, 0.999)}
@@ -96,6 +101,12 @@ _EXTRA = {
     **{
         f"{name}-rotation": Contender(find_method(name), {"optimizer": "basis-rotation"})
         for name in ("pipedream", "auto")
+    },
+    # clipped by the norm of all stages, which takes a flush, and by the stages' share of it
+    **{
+        f"{name}-clip-{how}": Contender(find_method(name), clip=how)
+        for name in ("auto", "vanilla")
+        for how in _CLIPS
     },
     # the effect of a pipeline's smaller delays in later stages
     **{
@@ -150,12 +161,27 @@ def _paper(model: str, updates: int, *, normalized: bool = False, **settings: An
 STUDIES = {
     # nanoGPT's small character-level setting; its published validation loss is 1.88
     "nanogpt": Study(
-        {
-            **{"data": "text", "width": 128, "context": 64, "batch_size": 12, "test_samples": 512},
-            **{"weight_decay": 0.1, "betas": (0.9, 0.99), "clip_norm": 1.0, "warmup": 100},
-            **{"lr_schedule": "cosine", "lr": 0.001, "depth": 4},
-        },
+        {"data": "text", "model": "nanogpt", "lr_schedule": "cosine", "depth": 4, "lr": 0.002},
         2000,
+        judges=1,
+        stages=(6,),
+        microbatches=("N",),
+        contenders=(
+            *("sync", "sync-nadam", "sync-xgrad", "auto", "spectrain", "error-feedback"),
+            *("nesterov-async", "vanilla", "pipedream-2bw"),
+        ),
+    ),
+    # about ten times its parameters
+    "nanogpt-10x": Study(
+        {
+            **{"data": "text", "model": "nanogpt", "lr_schedule": "cosine", "depth": 4},
+            **{"lr": 0.001, "width": 416},
+        },
+        1000,
+        judges=1,
+        stages=(6,),
+        microbatches=("N",),
+        contenders=("sync", "auto", "error-feedback", "vanilla"),
     ),
     "text": Study(
         {

@@ -10,7 +10,7 @@ where it would have read them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, count, groupby
 from operator import itemgetter
@@ -32,6 +32,7 @@ from spectrain_ext.method import (
 )
 from spectrain_ext.operators.averaging import Averaging, Exchange, in_a_row, taken_apart
 from spectrain_ext.passes.compress import packed_message, unpacked_message
+from spectrain_ext.pipeline.ties import Copy, copies_of
 from spectrain_ext.pipeline.updates import gradient_norm
 from spectrain_ext.schedule import Generator, Instruction, Kind, Place, find_generator, flushes
 from spectrain_ext.transport import Buffer, Message
@@ -54,9 +55,35 @@ class _Part(NamedTuple):
     output: Tensor
 
 
+class _Tie:
+    """A copy of another stage's parameter: it uses what the home's forward of a microbatch used."""
+
+    def __init__(self, copy: Copy, home: DelayedStage) -> None:
+        assert copy.original is not None
+        self.copy, self.home, self.original = copy, home, copy.original
+        copy.bind()
+        self._used: list[nn.Parameter] = []
+
+    def use(self, microbatch: int) -> None:
+        value = self.home.lent[microbatch][self.original]
+        # a new one: the graph of an earlier part has the one before
+        self.copy.put(nn.Parameter(value, self.original.requires_grad))
+        self._used.append(self.copy.held)
+
+    def add_gradients(self) -> None:
+        for p in self._used:
+            if p.grad is not None:
+                own = self.original.grad
+                self.original.grad = p.grad if own is None else own + p.grad
+        self._used = []
+
+
 class DelayedStage:
     """One stage: its module, and the weights that future minibatches will use."""
 
+    lent: Sequence[Mapping[nn.Parameter, Tensor]]  # weights of each microbatch's forward
+    lends: Sequence[nn.Parameter] = ()  # those that other stages have copies of
+    ties: Sequence[_Tie] = ()
     weights: StageWeights | None = None  # None: no trainable parameters
     averaged = False  # whether an update is followed by other weights
 
@@ -140,19 +167,28 @@ class DelayedStage:
     def forward(self, value: Tensor, sizes: Sequence[int]) -> None:
         """Run all microbatches of the next minibatch, which have these sizes."""
         self._used = self._read(len(sizes))
-        met = [(*pair, self._apart * j) for j, pair in enumerate(self._used)]
+        homes = [[id(tie.home.lent[j]) for tie in self.ties] for j in range(len(sizes))]
+        met = [
+            (*pair, self._apart * j, home)
+            for j, (pair, home) in enumerate(zip(self._used, homes, strict=False))
+        ]
         runs = [
-            (key, sum(size for _, size in run))
+            (key, [size for _, size in run])
             for key, run in groupby(zip(met, sizes, strict=False), itemgetter(0))
         ]
-        pieces = value.detach().split([samples for _, samples in runs])
-        for ((content, backward, _), samples), piece in zip(runs, pieces, strict=True):
+        pieces = value.detach().split([sum(run) for _, run in runs])
+        lent: list[Mapping[nn.Parameter, Tensor]] = []
+        for ((content, backward, _, _), run), piece in zip(runs, pieces, strict=True):
             own = None if content == backward else self._own_buffer(len(self.parts))
             self._load(content, own)
+            for tie in self.ties:
+                tie.use(len(lent))
+            lent += [{p: p.detach().clone() for p in self.lends}] * len(run)
             leaf = piece.detach().requires_grad_(value.requires_grad)
             # a copy: the module may work in place, and neither a leaf nor the batch may change
             output = self.module(leaf.clone())
-            self.parts.append(_Part(samples, backward, own, leaf, output))
+            self.parts.append(_Part(sum(run), backward, own, leaf, output))
+        self.lent = lent
         self._release(content for content, _ in self._used)
 
     def _release(self, contents: Iterable[Content | None]) -> None:
@@ -215,7 +251,10 @@ class Delayed:
         delay: updates by which the gradients of all stages are late, with one microbatch; None: the
             delays of the pipeline.
         clip_norm: the largest 2-norm of a stage's gradient, or of all stages' if the method
-            flushes.
+            flushes or ``clip_all`` is true, which no pipeline without a flush can do.
+
+    Attributes:
+        clipped: the mean share of stages whose gradient was longer, over all updates, 0 to 1.
     """
 
     def __init__(
@@ -229,13 +268,22 @@ class Delayed:
         scheduler: Callable[[Any], LRScheduler] | None = None,
         microbatches: int = 1,
         clip_norm: float | None = None,
+        clip_all: bool = False,
         codec: Codec | None = None,
     ) -> None:
         self.method = find_method(method)
         self.stages = [DelayedStage(module) for module in stages]
         self._model = nn.Sequential(*stages)
+        copies = copies_of(stages, range(len(stages)))
+        self._ties = [_Tie(copy, self.stages[copy.home]) for copy in copies]
+        for tie in self._ties:
+            tie.home.lends = (*tie.home.lends, tie.original)
+            stage = self.stages[tie.copy.stage]
+            stage.ties = (*stage.ties, tie)
+        borrowed = {copy.held for copy in copies}
         self._loss_fn, self._microbatches, self._codec = loss_fn, microbatches, codec
-        self._clip_norm = clip_norm
+        self._clip_norm, self._clip_all = clip_norm, clip_all
+        self._clipped = 0.0
         self.minibatches = 0
         n = len(stages)
         if delay is None:
@@ -245,7 +293,7 @@ class Delayed:
         phases = [*zip(phases_of(self.method), of_phases, strict=True)]
         weights: list[list[StageWeights | None]] = [[] for _ in phases]
         for k, module in enumerate(stages):
-            params = [p for p in module.parameters() if p.requires_grad]
+            params = [p for p in module.parameters() if p.requires_grad and p not in borrowed]
             made = optimizer(params) if params else None
             scheduled = None if made is None or scheduler is None else scheduler(made)
             factor = factor_of([(phase, places[k]) for phase, places in phases])
@@ -276,6 +324,8 @@ class Delayed:
         loss = self.compute(value, target)
         for stage in self.stages:
             stage.step()
+        for tie in self._ties:
+            tie.copy.follow(changed=True)
         return loss
 
     def compute(self, value: Tensor, target: Tensor) -> Tensor:
@@ -293,6 +343,8 @@ class Delayed:
         for k in range(len(self.stages) - 1, 0, -1):
             gradient = self._crossed(self.stages[k].backward(gradient), k, backward=True)
         self.stages[0].backward(gradient)
+        for tie in self._ties:
+            tie.add_gradients()
         self._clip(value.device)
         self.minibatches += 1
         return loss
@@ -326,11 +378,16 @@ class Delayed:
             if stage.weights is not None and most is not None
         ]
         of_all = None
-        if self._clip_norm is not None and flushes(self._phase.schedule):
+        if self._clip_norm is not None and (self._clip_all or flushes(self._phase.schedule)):
             of_all = gradient_norm([p for params, _ in trained for p in params], device)
         for params, most in trained:
             norm = gradient_norm(params, device) if of_all is None else of_all
             nn.utils.clip_grads_with_norm_(params, most, norm)
+            self._clipped += bool(norm > most) / len(trained)
+
+    @property
+    def clipped(self) -> float:
+        return self._clipped / max(1, self.minibatches)
 
     @contextmanager
     def true_weights(self) -> Iterator[nn.Module]:

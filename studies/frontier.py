@@ -21,7 +21,7 @@ from spectrain_ext.schedule import flushes
 from .contenders import contender
 from .delayed import uniform_places
 from .looks import looks
-from .study import Cell, Curve, runs_of
+from .study import Cell, Curve, rates_tried, runs_of
 from .times import Work, measured_work, minibatch_time
 from .workload import Maker
 
@@ -68,6 +68,10 @@ class Row:
     # Simulated time of a minibatch, divided by the time without a bubble. None if no pipeline has
     # these delays.
     time: float | None
+    tests: tuple[int, ...]  # updates at which the test loss was taken
+    curves: tuple[tuple[float, ...], ...]  # the test losses, per seed
+    clipped: float  # mean share of a stage's updates whose gradient was clipped
+    rates: Mapping[str, Mapping[str, float]]  # the loss at the end, by rate tried and by seed
 
 
 def rows_of(
@@ -99,9 +103,20 @@ def rows_of(
                 Interval.of([_at(a, end)[0] / b.loss - 1.0 for a, b in pairs]),
                 {share: _updates(cell, pairs, share) for share in _SHARES},
                 _time_of(cell, work[n]),
+                max((_moments(curve) for curve in mine.values()), key=len),
+                tuple(tuple(loss for _, loss, _ in curve.points) for curve in mine.values()),
+                statistics.fmean(curve.clipped for curve in mine.values()),
+                {
+                    f"{lr:.4g}": {str(seed): curve.loss for seed, curve in runs.items()}
+                    for lr, runs in rates_tried(folder, cell).items()
+                },
             )
         )
     return sorted(rows, key=lambda row: (row.stages, row.delay, row.contender != "sync"))
+
+
+def _moments(curve: Curve) -> tuple[int, ...]:
+    return tuple(update for update, _, _ in curve.points)
 
 
 def _updates(cell: Cell, pairs: Sequence[tuple[Curve, Curve]], share: float) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -16,7 +17,7 @@ from .settings import TrainSettings
 
 
 def make_optimizer(
-    settings: TrainSettings, method: Method, parameters: Iterable[nn.Parameter]
+    settings: TrainSettings, method: Method, parameters: Iterable[Any]
 ) -> PredictingOptimizer:
     """Return the optimizer that the settings name.
 
@@ -24,6 +25,8 @@ def make_optimizer(
     ``1 / (1 - momentum)``, which makes the same updates as a sum of gradients.
     """
     lr, decay = settings.lr, settings.weight_decay
+    if settings.model == "nanogpt":  # decays matrices only
+        parameters = _decayed(parameters)
     if settings.optimizer == "sgd":
         smoothed = method.smoothed and settings.momentum < 1
         return optim.SGD(
@@ -50,10 +53,12 @@ def make_scheduler(
     """Return a factory of a stage's learning-rate scheduler, or None for a constant rate.
 
     The rate rises linearly over ``warmup`` updates, then stays constant or falls as a half cosine
-    to 0 at the end of all ``updates``.
+    to 0, in nanoGPT's setting to a tenth, at the end of all ``updates``.
     """
     if settings.lr_schedule == "constant" and not settings.warmup:
         return None
+
+    lowest = 0.1 if settings.model == "nanogpt" else 0.0
 
     def factor(update: int) -> float:
         if update < settings.warmup:
@@ -61,7 +66,7 @@ def make_scheduler(
         if settings.lr_schedule == "constant":
             return 1.0
         done = (update - settings.warmup) / max(1, updates - settings.warmup)
-        return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+        return lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
     return lambda optimizer: LambdaLR(optimizer, factor)
 
@@ -76,6 +81,11 @@ def make_any_optimizer(
         adamw = {"betas": settings.betas, "weight_decay": settings.weight_decay}
         rates = settings.lr, settings.weight_decay
         fit = "match_rms_adamw"
+        if settings.model == "nanogpt":
+            groups = [{"params": [p for p in params if p in hidden], "use_muon": True}]
+            rest = _decayed(p for p in params if p not in hidden)
+            groups += [{**adamw, **group, "use_muon": False} for group in rest]
+            return optim.Muon(groups, *rates, adjust_lr_fn=fit)
         return optim.Muon(params, *rates, adjust_lr_fn=fit, hidden=hidden, adamw=adamw)
     if settings.optimizer == "soap":
         return optim.SOAP(params, settings.lr, weight_decay=settings.weight_decay)
@@ -83,6 +93,13 @@ def make_any_optimizer(
         lr, decay = settings.lr, settings.weight_decay
         return optim.SOAP(params, lr, weight_decay=decay, precondition_frequency=10, hidden=hidden)
     return make_optimizer(settings, method, params)
+
+
+def _decayed(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    """Return groups of matrices, and of the rest without weight decay."""
+    params = list(parameters)
+    matrices, rest = ([p for p in params if (p.dim() > 1) is is_one] for is_one in (True, False))
+    return [{"params": matrices}, {"params": rest, "weight_decay": 0.0}]
 
 
 #: Rates of Protocol NanoGPT's baselines, divided by 0.025, the rate of their hidden matrices.

@@ -33,6 +33,12 @@ _PRESETS: dict[tuple[str, str], dict[str, Any]] = {
     ("cifar10", "snn"): dict(_VISION, width=1024, lr=0.005, weight_decay=0.0),
     ("text", "gpt"): dict(_TEXT, depth=6, lr=3e-4, optimizer="adamw", weight_decay=0.01),
     ("text", "lstm"): dict(_TEXT, depth=6),
+    # nanoGPT's small character-level setting for a CPU, as in its README and train.py
+    ("text", "nanogpt"): {
+        **{"epochs": 2, "batch_size": 12, "width": 128, "depth": 4, "context": 64, "lr": 0.001},
+        **{"optimizer": "adamw", "weight_decay": 0.1, "betas": (0.9, 0.99), "clip_norm": 1.0},
+        **{"lr_schedule": "cosine", "warmup": 100, "seeds": 3},
+    },
     # rates are relative to that of hidden matrices, see ``make_any_optimizer``
     ("text", "speedrun"): dict(_TEXT, lr=0.025, optimizer="muon", weight_decay=0.05),
 }

@@ -22,6 +22,7 @@ from typing import Any, Self
 import torch
 
 from spectrain_ext.codecs import NAMES
+from spectrain_ext.files import read_json
 from spectrain_ext.method import check, find_method, phases_of
 from spectrain_ext.schedule import flushes
 
@@ -135,6 +136,7 @@ class Curve:
 
     points: tuple[tuple[int, float, float], ...]
     seconds: float
+    clipped: float = 0.0  # share of a stage's updates whose gradient was clipped
 
     @property
     def loss(self) -> float:
@@ -143,11 +145,11 @@ class Curve:
     @classmethod
     def of_json(cls, run: dict[str, Any]) -> Self:
         points = tuple((int(u), float(loss), float(a)) for u, loss, a in run["points"])
-        return cls(points, float(run["seconds"]))
+        return cls(points, float(run["seconds"]), float(run["clipped"]))
 
     def to_json(self) -> dict[str, Any]:
         points = [(u, as_json(loss), as_json(a)) for u, loss, a in self.points]
-        return {"points": points, "seconds": self.seconds}
+        return {"points": points, "seconds": self.seconds, "clipped": self.clipped}
 
 
 def smoothed(curve: Curve) -> Curve:
@@ -157,7 +159,7 @@ def smoothed(curve: Curve) -> Curve:
         last = curve.points[max(0, end - _SMOOTHED) : end]
         loss, accuracy = (fmean(point[i] for point in last) for i in (1, 2))
         points.append((last[-1][0], loss, accuracy))
-    return Curve(tuple(points), curve.seconds)
+    return replace(curve, points=tuple(points))
 
 
 def judged(cell: Cell, curve: Curve) -> Curve:
@@ -173,6 +175,9 @@ def prepare(cell: Cell, lr: float, seed: int, make: Maker) -> tuple[Workload, li
     method, replicas = asked.over(cell.updates), asked.replicas
     parts = microbatches_in(method, settings) // replicas
     workloads = [make(settings, method, settings.stages, seed) for _ in range(replicas)]
+    norm = settings.clip_norm
+    if norm is not None and asked.clip == "share":
+        norm /= math.sqrt(settings.stages)
     trained = [
         Delayed(
             stages_in(workload, settings.stages),
@@ -182,7 +187,8 @@ def prepare(cell: Cell, lr: float, seed: int, make: Maker) -> tuple[Workload, li
             scheduler=workload.scheduler,
             delay=settings.stages - 1 if asked.uniform else None,
             microbatches=parts,
-            clip_norm=settings.clip_norm,
+            clip_norm=norm,
+            clip_all=asked.clip == "all",
             codec=None if settings.codec is None else NAMES[settings.codec],
         )
         for workload in workloads
@@ -208,7 +214,8 @@ def train(cell: Cell, lr: float, seed: int, make: Maker) -> Curve:
             with training.true_weights() as model:
                 accuracy, loss = tested(model, workload.test, workload.loss)
             points.append((update, loss if math.isfinite(loss) else math.inf, accuracy))
-    return Curve(tuple(points), time.perf_counter() - began)
+    seconds, clipped = time.perf_counter() - began, fmean(each.clipped for each in replicas)
+    return Curve(tuple(points), seconds, clipped)
 
 
 def run_file(folder: Path, cell: Cell, lr: float, seed: int) -> RunFile[Curve]:
@@ -235,6 +242,18 @@ def runs_of(folder: Path, cell: Cell, lr: float, seeds: Iterable[int]) -> dict[i
     """Return the finished runs, with the tests that they are judged by, by seed."""
     read = {seed: run_file(folder, cell, lr, seed).read() for seed in seeds}
     return {seed: judged(cell, curve) for seed, curve in read.items() if curve is not None}
+
+
+def rates_tried(folder: Path, cell: Cell) -> dict[float, dict[int, Curve]]:
+    """Return the finished runs of a cell at every rate, by rate and seed."""
+    of_cell = run_file(folder, cell, 1.0, 0).path
+    found: dict[float, dict[int, Curve]] = {}
+    for path in of_cell.parent.glob(f"{of_cell.name.partition('-lr1-')[0]}-lr*.json"):
+        about = read_json(path, 1 << 24)["settings"]
+        lr, seed = float(about["settings"]["lr"]), int(about["seed"])
+        if run_file(folder, cell, lr, seed).path == path:
+            found.setdefault(lr, {}).update(runs_of(folder, cell, lr, [seed]))
+    return dict(sorted(found.items()))
 
 
 _loaded = lru_cache(maxsize=1)(maker_of)

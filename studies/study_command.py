@@ -92,6 +92,18 @@ _EPOCHS = 3
     "only the end is compared.  [default: constant; for nanogpt and paper-* cosine]",
 )
 @click.option(
+    "--lr",
+    type=click.FloatRange(min=0, min_open=True),
+    callback=finite,
+    help="The learning rate of all methods, instead of a search for each one's best.",
+)
+@click.option(
+    "--clip-norm",
+    type=click.FloatRange(min=0, min_open=True),
+    callback=finite,
+    help="Clip gradients at this norm: a stage's, or of all stages under methods that flush.",
+)
+@click.option(
     "--updates",
     type=POSITIVE,
     help="Updates of a sync run.  [default: those in docs/frontier.md, or those of --epochs]",
@@ -120,6 +132,8 @@ def study(
     methods: Sequence[str],
     optimizer: str | None,
     lr_schedule: str | None,
+    lr: float | None,
+    clip_norm: float | None,
     updates: int | None,
     length: float | None,
     seeds: int,
@@ -137,7 +151,8 @@ def study(
     console = plain_console()
     with command_errors():
         work = _work(data, workload, epochs, updates)
-        work = _otherwise(work, optimizer=optimizer, lr_schedule=lr_schedule)
+        changes = {"optimizer": optimizer, "lr_schedule": lr_schedule, "clip_norm": clip_norm}
+        work = _otherwise(work, **changes, lr=lr)
         wanted = dict.fromkeys(("sync", *(methods or work.contenders)))
         with own_failures(*wanted, *([workload] if workload else [])):
             cells = cells_of(
@@ -176,6 +191,8 @@ def study(
         "method": ",".join(wanted),
         "optimizer": optimizer,
         "lr-schedule": lr_schedule,
+        "lr": lr,
+        "clip-norm": clip_norm,
         "updates": updates,
         "length": length,
         "seeds": seeds,
@@ -213,7 +230,7 @@ def _work(data: str | None, workload: str | None, epochs: int | None, updates: i
     return work._replace(updates=updates or work.updates)
 
 
-def _otherwise(work: Study, **chosen: str | None) -> Study:
+def _otherwise(work: Study, **chosen: str | float | None) -> Study:
     settings = {name: value for name, value in chosen.items() if value is not None}
     if "workload" in work.settings and "lr_schedule" in settings:
         raise OptionError("lr-schedule", "is of --data; the function of --workload makes its own")
@@ -221,4 +238,5 @@ def _otherwise(work: Study, **chosen: str | None) -> Study:
         raise OptionError(
             "optimizer", "is of studies that seek learning rates; this one has its own"
         )
-    return work._replace(settings={**work.settings, **settings})
+    judges = 0 if "lr" in settings else work.judges
+    return work._replace(settings={**work.settings, **settings}, judges=judges)

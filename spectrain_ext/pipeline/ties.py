@@ -46,16 +46,16 @@ class Copy:
         declared = getattr(self.module, ATTRIBUTE, {})
         tied = {bare(name): (self.home, bare(self.home_name)) for name in self.names}
         setattr(self.module, ATTRIBUTE, {**declared, **tied})
-        self._put(copy.deepcopy(self.original))
+        self.put(copy.deepcopy(self.original))
         self._seen = self.original._version
 
     def unbind(self) -> None:
         """Share one parameter again, if they did and are on one device."""
         original = self.original
         if self._shared and original is not None and self.held.device == original.device:
-            self._put(original)
+            self.put(original)
 
-    def _put(self, held: nn.Parameter) -> None:
+    def put(self, held: nn.Parameter) -> None:
         for name in self.names:
             path, _, leaf = name.rpartition(".")
             setattr(self.module.get_submodule(path), leaf, held)
@@ -158,7 +158,7 @@ def copies_of(modules: Sequence[nn.Module], indices: Sequence[int]) -> list[Copy
             home_index, home_name, original = home
             new = Copy(k, module, names, home_index, home_name, p, original)
             if original is None and any(each.held is p for each in copies):  # has its own versions
-                new._put(copy.deepcopy(p))
+                new.put(copy.deepcopy(p))
             if original is not None:
                 owners[p] = home_index, home_name, original
                 check_look(new.member, look_of(p), look_of(original))

@@ -55,14 +55,15 @@ class Split:
 
 @dataclass(frozen=True)
 class Tests:
-    """Minibatches of the test part in order, prepared for a model."""
+    """Minibatches of every n-th sample of the test part in order, prepared for a model."""
 
     data: Split
+    every: int = 1
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        data = self.data
-        inputs, targets = (t.split(_TEST_BATCH) for t in (data.test_inputs, data.test_targets))
-        return zip(map(data.prepare, inputs), targets, strict=True)
+        both = self.data.test_inputs[:: self.every], self.data.test_targets[:: self.every]
+        inputs, targets = (t.split(_TEST_BATCH) for t in both)
+        return zip(map(self.data.prepare, inputs), targets, strict=True)
 
 
 class Batches:
@@ -88,6 +89,30 @@ class Batches:
             if self._augmented:
                 inputs = augment(inputs, self._variations)
             yield data.prepare(inputs), data.train_targets[rows]
+
+
+class Windows:
+    """Minibatches of sequences that begin anywhere in the training text, drawn independently.
+
+    An epoch has as many characters as the text.
+    """
+
+    def __init__(self, data: Split, *, batch_size: int, seed: int) -> None:
+        # a sequence's targets are the characters after its inputs
+        self._text = torch.cat([data.train_inputs.flatten(), data.train_targets[-1, -1:]])
+        self._shape = batch_size, data.train_inputs.shape[1]
+        self._starts = torch.Generator().manual_seed(seed)
+
+    def __len__(self) -> int:
+        samples, length = self._shape
+        return -(-len(self._text) // (samples * length))
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        samples, length = self._shape
+        for _ in range(len(self)):
+            starts = torch.randint(len(self._text) - length, (samples, 1), generator=self._starts)
+            drawn = self._text[starts + torch.arange(length + 1)]
+            yield drawn[:, :-1], drawn[:, 1:]
 
 
 # Images

@@ -37,15 +37,17 @@ class TokenEmbedding(nn.Module):
 class TransformerBlock(nn.Module):
     """``x + attention(LayerNorm(x))``, then ``x + MLP(LayerNorm(x))``."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, bias: bool = True) -> None:
         super().__init__()
         self.heads = heads
-        self.attention_norm = nn.LayerNorm(width)
-        self.query_key_value = nn.Linear(width, 3 * width)
-        self.project = nn.Linear(width, width)
-        self.mlp_norm = nn.LayerNorm(width)
+        self.attention_norm = nn.LayerNorm(width, bias=bias)
+        self.query_key_value = nn.Linear(width, 3 * width, bias)
+        self.project = nn.Linear(width, width, bias)
+        self.mlp_norm = nn.LayerNorm(width, bias=bias)
         self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
+            nn.Linear(width, 4 * width, bias),
+            nn.GELU(approximate="tanh"),
+            nn.Linear(4 * width, width, bias),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -80,19 +82,22 @@ def gpt(
     width: int = 128,
     depth: int = 6,
     seed: int = 0,
+    bias: bool = True,
+    tied: bool = False,
 ) -> list[nn.Module]:
     """Return the model in ``stages`` modules: int64 tokens to logits of the next token.
 
-    Weights are drawn as in GPT-2, normal, with a smaller deviation for layers that add.
+    Weights are drawn as in GPT-2, normal, with a smaller deviation for layers that add. If ``tied``
+    the head has the weights of the token embedding.
     """
     heads = _heads_of(width)
     with seeded(seed):
-        blocks = [TransformerBlock(width, heads) for _ in range(depth)]
-        layers = [
-            TokenEmbedding(vocabulary, context, width),
-            *blocks,
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)),
-        ]
+        blocks = [TransformerBlock(width, heads, bias) for _ in range(depth)]
+        embedding = TokenEmbedding(vocabulary, context, width)
+        head = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            head.weight = embedding.token.weight
+        layers = [embedding, *blocks, nn.Sequential(nn.LayerNorm(width, bias=bias), head)]
         for module in parts_of(layers):
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, 0.0, _STD)

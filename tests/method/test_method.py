@@ -147,6 +147,14 @@ def test_windows_and_rules_are_the_definitions(name):
                 assert factor(update) == pytest.approx(definition.rates(*at, update))
 
 
+def test_vanilla_has_the_version_difference_of_timeprest() -> None:
+    """Its formula, with W workers and N microbatches: floor((W + N - 2) / N)."""
+    vanilla = find_method("vanilla")
+    for w, n in itertools.product(range(1, 20), range(1, 20)):
+        late = [delay_under(vanilla.schedule, place) for place in places_of(vanilla, w, n)]
+        assert max(late) == (w + n - 2) // n
+
+
 @pytest.mark.parametrize("name", methods())
 def test_registered_methods_pass_the_checks_that_own_ones_have(name):
     """They are not checked where they are used."""

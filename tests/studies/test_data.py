@@ -21,10 +21,10 @@ from helpers.study_data import FOLDER, TRAIN, archive, batch, images, jpeg, writ
 
 import spectrain_ext
 import studies
-from studies.data import cifar_files
+from studies.data import cifar_files, split
 from studies.data.cifar_files import tar_files
 from studies.data.sources import load_cifar10, load_digits, load_text
-from studies.data.split import Batches, Split, augment
+from studies.data.split import Batches, Split, Windows, augment
 from studies.workload import epochs_of
 
 
@@ -67,6 +67,29 @@ def test_sequences_of_a_text_follow_each_other_and_targets_are_one_further(tmp_p
     assert load_text(tmp_path, context=4).fingerprint == data.fingerprint
     path.write_text(f"{TEXT}y")
     assert load_text(path, context=4).fingerprint != data.fingerprint
+
+
+def test_windows_begin_anywhere_in_the_training_text_and_some_sequences_are_tested(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "alphabet.txt").write_text("abcdefghijklmnopqrstuvwxyz" * 10)
+    data = load_text(tmp_path, context=5)
+    text = torch.tensor([i % 26 for i in range(234)])[: len(data.train_inputs) * 5 + 1]
+    windows = Windows(data, batch_size=6, seed=1)
+    drawn = [*windows]
+    assert len(drawn) == len(windows) == -(-len(text) // 30)
+    starts = torch.cat([inputs[:, 0] for inputs, _ in drawn])
+    assert len(starts.unique()) > 20, "not only multiples of 5"
+    known = {tuple(text[i : i + 6].tolist()) for i in range(len(text) - 5)}
+    for inputs, targets in drawn:
+        assert inputs.shape == targets.shape == (6, 5)
+        assert torch.equal(inputs[:, 1:], targets[:, :-1])
+        whole = torch.cat([inputs, targets[:, -1:]], 1)
+        assert {tuple(row.tolist()) for row in whole} <= known
+    again, other = (next(iter(Windows(data, batch_size=6, seed=s)))[0] for s in (1, 2))
+    assert torch.equal(again, drawn[0][0]) and not torch.equal(other, again)
+    ((inputs, targets),) = split.Tests(data, every=2)
+    assert torch.equal(inputs, data.test_inputs[::2]) and len(targets) == len(inputs)
 
 
 def test_bad_files_are_named(tmp_path: Path) -> None:

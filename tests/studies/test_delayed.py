@@ -88,11 +88,37 @@ def test_every_method_is_the_engines(method: str, microbatches: int) -> None:
     same(decoder, optimizer, method, text(*sizes), microbatches=microbatches)
 
 
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("method", ["sync", "auto", "vanilla", "spectrain", "pipedream-2bw"])
+def test_a_tied_head_is_trained_as_a_pipelines(method: str, clip: float | None) -> None:
+    stages = partial(gpt, 4, vocabulary=20, context=6, width=8, depth=2, bias=False, tied=True)
+    same(stages, adamw, method, text(10, 10, 4, 9, 10, 2, 10), microbatches=5, clip_norm=clip)
+
+
 @pytest.mark.parametrize("method", ["auto", "pipedream", "gpipe"])
 def test_statistics_of_a_batch_are_a_microbatchs(method):
     """Batch normalization sees the engine's microbatches, and clipping is the engine's."""
     data = [(torch.randn(8, 6), torch.randint(0, 3, (8,))) for _ in range(7)]
     same(normalized, sgd, method, data, microbatches=4, clip_norm=0.1)
+
+
+def test_clipping_by_the_norm_of_all_stages_is_that_of_a_flush() -> None:
+    data = torch.randn(8, 16), torch.randn(8, 16)
+    plain = nn.Sequential(*dense())
+    mse(plain(data[0]), data[1]).backward()
+    norms = [nn.utils.get_total_norm([p.grad for p in stage.parameters()]) for stage in plain]
+    limit = 1.01 * sorted(map(float, norms))[1]  # only one stage is above
+    after = {}
+    for method, of_all in (("sync", False), ("auto", True), ("auto", False)):
+        stages = dense()
+        trained = Delayed(
+            stages, sgd, mse, method, microbatches=4, clip_norm=limit, clip_all=of_all
+        )
+        trained.train_on(*data)  # before any weights are late
+        after[method, of_all] = nn.utils.parameters_to_vector(nn.Sequential(*stages).parameters())
+        assert trained.clipped == pytest.approx(1.0 if of_all or method == "sync" else 1 / 3)
+    torch.testing.assert_close(after["auto", True], after["sync", False])
+    assert not torch.allclose(after["auto", False], after["sync", False], rtol=1e-3)
 
 
 @pytest.mark.parametrize("method", ["sync", "spectrain"])

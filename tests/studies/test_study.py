@@ -169,6 +169,13 @@ def test_rows_compare_by_seed(tmp_path: Path) -> None:
     assert second.gap.mean == pytest.approx((2.76667 / 2.15 + 3.76667 / 3.15) / 2 - 1, rel=1e-4)
     assert second.gap.low < second.gap.mean < second.gap.high
     assert first.time > second.time, "a flush has its bubble"
+    _write(tmp_path, cells[1], 0.3, 0, (9.0 for _ in range(1, 31)))
+    _, second = rows_of(tmp_path, {cells[0]: 0.1, cells[1]: 0.2}, [1], data)
+    assert second.tests == tuple(range(1, 31)) and len(second.curves) == 1
+    assert second.rates == {
+        "0.2": {"0": pytest.approx(4.0 - 28.5 / 15), "1": pytest.approx(5.0 - 28.5 / 15)},
+        "0.3": {"0": 9.0},
+    }
     write_rows(tmp_path / "f.json", map(asdict, [first, second]), {"data": "digits"})
     document = json.loads((tmp_path / "f.json").read_text())
     assert document["rows"][1]["updates"]["1.0"] == pytest.approx(second.updates[1.0])
@@ -198,6 +205,13 @@ def test_the_command_trains_otherwise(training: Training, tmp_path: Path) -> Non
     document = json.loads((tmp_path / "frontier.json").read_text())
     assert f" {otherwise} --seeds 1" in document["command"]
     assert document["settings"]["optimizer"] == "adamw"
+    asked.clear()
+    otherwise = "--lr 0.3 --clip-norm 0.5 --updates 10"
+    options = ["--stages", 3, "--microbatches", 1, "-m", "auto", "--seeds", 2]
+    done = called(main, "study", *options, *otherwise.split(), "--out", tmp_path / "one")
+    assert done.exit_code == 0, done.output
+    trained = [(cell.contender, lr, seed, cell.settings.clip_norm) for cell, lr, seed in asked]
+    assert trained == [(name, 0.3, seed, 0.5) for name in ("sync", "auto") for seed in (0, 1)]
     assert {round(row["lr"], 3) for row in document["rows"]} == {0.05}
 
 

@@ -324,16 +324,44 @@ def test_presets_make_a_model(data: str, model: str) -> None:
     sizes = {"digits": 64, "cifar10": 3 * 32 * 32, "text": 8}[data], 10
     for quick in (False, True):
         found = preset(data, model, quick=quick)
-        usual = {"gpt": "adamw", "speedrun": "muon", "inception-v4": "adam" if quick else "sgd"}
+        usual = {"gpt": "adamw", "nanogpt": "adamw", "speedrun": "muon"}
+        usual["inception-v4"] = "adam" if quick else "sgd"
         assert found["optimizer"] == usual.get(model, "sgd")
         assert found["seeds"] == 1 if quick else found["seeds"] > 1
         assert ("context" in found) == (data == "text")
+        stages = 6 if model == "nanogpt" else 8  # it has six layers
         settings = settings_with(
-            **{"data": data, "model": model, "stages": 8, "context": found.get("context", 1)},
+            **{"data": data, "model": model, "stages": stages, "context": found.get("context", 1)},
             # any width makes an MLP or a convolution
             **{"width": found["width"] if data == "text" else 4, "depth": found.get("depth")},
         )
-        assert len(build_stages(settings, 8, 0, *sizes)) == 8
+        assert len(build_stages(settings, stages, 0, *sizes)) == stages
+
+
+def test_nanogpts_setting_is_the_published_one() -> None:
+    asked = {"data": "text", "data_dir": Path(), "stages": 6, "model": "nanogpt"}
+    settings = settle({**asked, "methods": ["sync"]})
+    shape = 40, settings.context
+    tokens = [torch.randint(65, (n, settings.context)) for n in (40, 40, 9, 9)]
+    found = builtin(Split("t", "text", *tokens, 65), settings, find_method("sync"), 6, 0)
+    stages = nn.ModuleList(found.model)
+    sizes = {name: p.numel() for name, p in stages.named_parameters()}
+    assert tokens[0].shape == shape and len(stages) == 6
+    # four blocks, the norms, the tied embedding and the positions; its README says 0.80 million
+    assert sum(sizes.values()) == 4 * 12 * 128**2 + 9 * 128 + 65 * 128 + 64 * 128
+    assert not any("bias" in name for name in sizes)
+    for muon in (False, True):
+        chosen = replace(settings, optimizer="muon") if muon else settings
+        made = builtin(Split("t", "text", *tokens, 65), chosen, find_method("sync"), 6, 0)
+        groups = made.optimizer([*nn.ModuleList(made.model).parameters()]).param_groups
+        for group in groups:
+            assert group["weight_decay"] == (0.1 if group["params"][0].dim() > 1 else 0.0)
+            assert muon or group["betas"] == (0.9, 0.99)
+        assert sum(p.numel() for group in groups for p in group["params"]) == sum(sizes.values())
+    scheduler = make_scheduler(settings, 2000)
+    assert scheduler is not None
+    (factor,) = scheduler(st.optim.SGD([torch.zeros(1)], 0.1)).lr_lambdas
+    assert [factor(u) for u in (0, 100, 1050, 2000)] == pytest.approx([1 / 101, 1.0, 0.55, 0.1])
 
 
 def test_more_than_eight_stages_make_the_mlp_deeper_for_every_method() -> None:
