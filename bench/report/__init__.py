@@ -1,4 +1,4 @@
-"""Tables and a picture of the documents from committed runs: `make report`.
+"""Tables and pictures of the documents from committed runs: `make report`.
 
 Pages name tables between marks (see `documents`); `tables.TABLES` maps these names to functions of
 this package, which read the JSON files of bench/results.
