@@ -19,9 +19,9 @@ from . import read
 from .races import STUDY, races
 
 #: Studies of the paper's models; of corrections, schedules and averages by others; of deep delays;
-#: of error feedback; of deep delays in longer trainings.
+#: of error feedback.
 PAPER, FIELD, DEEP = "2026-11-22-accuracy", "2026-11-23-field", "2026-11-25-deep"
-FEEDBACK, LONG = "2026-11-26-feedback", "2026-11-27-deep"
+FEEDBACK = "2026-11-26-feedback"
 
 Row = dict[str, Any]
 
@@ -147,21 +147,15 @@ _METHODS = (
     *("spectrain", "hybrid-pipedream", "pipedream-2bw", "wpipe", "pipedream", "vanilla"),
 )
 _DEEP = {
-    f"{DEEP}/text-800-soap": "SOAP",
-    f"{DEEP}/text-3200-soap": "SOAP, 3,200 updates",
-    f"{DEEP}/text-1600-soap": "SOAP, 1,600 updates",
-    f"{LONG}/text-6400-soap": "SOAP, 6,400 updates",
-    f"{DEEP}/text-800-muon": "Muon",
-    f"{DEEP}/text-800-adamw": "AdamW",
-    f"{LONG}/text-3200-adamw": "AdamW, 3,200 updates",
-    f"{DEEP}/digits": "digits",
-    f"{DEEP}/marin": "Marin",
+    "text-800-soap": "SOAP",
+    "text-3200-soap": "SOAP, long",
+    "text-1600-soap": "SOAP, deep",
+    "text-800-muon": "Muon",
+    "text-800-adamw": "AdamW",
+    "digits": "digits",
+    "marin": "Marin",
 }
-_FEEDBACK = {
-    f"{FEEDBACK}/text": "AdamW",
-    f"{FEEDBACK}/text-cosine": "AdamW, cosine",
-    f"{FEEDBACK}/text-muon": "Muon",
-}
+_FEEDBACK = {"text": "AdamW", "text-cosine": "AdamW, cosine", "text-muon": "Muon"}
 #: Variants of screens, which are in the JSON only.
 _SCREENED = re.compile(r"second-order-|nadam|msnag")
 
@@ -186,7 +180,7 @@ def summary(results: Path) -> str:
 
 
 def text(results: Path) -> str:
-    """All rows of the transformer, and an early one of nanoGPT's small setting."""
+    """All rows of the transformer, and of nanoGPT's small setting."""
     rows = [r for r in rows_of(results, "text") if not _SCREENED.search(r["contender"])]
     sooner = _sooner(results, "text")
     return _table("", [*_lines(rows, sooner), *_lines(rows_of(results, "nanogpt"), {})])
@@ -204,20 +198,23 @@ def digits(results: Path) -> str:
 
 def deep(results: Path) -> str:
     """All rows of the studies of deep delays."""
-    return _studies(results, _DEEP)
+    return _studies(results, DEEP, _DEEP)
 
 
 def feedback(results: Path) -> str:
     """All rows of the studies of error feedback on text."""
-    return _studies(results, _FEEDBACK)
+    return _studies(results, FEEDBACK, _FEEDBACK)
 
 
-def _studies(results: Path, names: Mapping[str, str]) -> str:
-    lines = []
-    for name, said in names.items():
-        folder, _, file = name.partition("/")
-        lines += [[said, *line] for line in _lines(rows_of(results, file, folder), {}, folder)]
-    return _table("study|", lines)
+def _studies(results: Path, folder: str, names: Mapping[str, str]) -> str:
+    return _table(
+        "study|",
+        [
+            [said, *line]
+            for name, said in names.items()
+            for line in _lines(rows_of(results, name, folder), {}, folder)
+        ],
+    )
 
 
 def _sooner(results: Path, workload: str) -> dict[tuple[int, str, int], str]:
@@ -259,7 +256,7 @@ def _table(first: str, lines: Sequence[Sequence[str]]) -> str:
 
 def _now(row: Row, folder: str) -> str:
     """The present name: what `auto` was in earlier studies is `second-order` where it is late."""
-    late = row["contender"] == "auto" and row["delay"] > 1 and folder not in (DEEP, LONG)
+    late = row["contender"] == "auto" and row["delay"] > 1 and folder != DEEP
     return "second-order" if late else str(row["contender"])
 
 

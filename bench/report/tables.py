@@ -8,7 +8,7 @@ from pathlib import Path
 
 from table import table
 
-from . import nanogpt, quality, races, speed, wires
+from . import quality, races, speed, wires
 
 
 def headline(results: Path) -> str:
@@ -22,8 +22,12 @@ def headline(results: Path) -> str:
     )
     throughput = f"{min(torch):.2f} to {max(torch):.2f} times the throughput"
     loss = f"test loss between {lowest} and {highest}"
-    sooner = f"{min(times):.2f} to {max(times):.2f} times as long to a loss"
+    sooner, over_wires = (
+        f"{min(each):.2f} to {max(each):.2f} times as long to a loss"
+        for each in (times, wires.to_loss(results, "auto"))
+    )
     measured = [
+        ["`1f1b` over slow links, same messages", "2 and 4 processes on a CPU", over_wires],
         ["torch's 1F1B with as many microbatches", "2 to 4 processes on a CPU", throughput],
         ["synchronous training, 4 to 32 stages", "small transformer on a CPU", loss],
     ]
@@ -49,9 +53,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "frontier.text": quality.text,
     "gpu.steps": speed.gpu_steps,
     "headline": headline,
-    "nanogpt": nanogpt.losses,
-    "nanogpt.gaps": nanogpt.over_training,
-    "nanogpt.rates": nanogpt.rates,
     "operators": speed.operators,
     "operators.gpu": partial(speed.operators, run=speed.ON_GPU),
     "operators.gpu.targets": partial(speed.operator_targets, run=speed.ON_GPU),

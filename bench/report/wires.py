@@ -35,24 +35,28 @@ def measured(results: Path) -> str:
     rows = _rows(results)
     lines = []
     for row in rows:
-        first, seconds = _first(rows, row["ranks"]), row["seconds_to_goal"]
-        simulated = row["simulated"]
+        seconds, pace, simulated = (
+            row[name] for name in ("seconds_to_goal", "seconds_per_update", "simulated")
+        )
+        name = row["name"] if row["name"].startswith("torch") else f"`{row['name']}`"
+        over = None if seconds is None else seconds / _first(rows, row["ranks"])["seconds_to_goal"]
+        busiest = max(rank["computed"] for rank in row["of_ranks"]) / row["updates"]
         lines.append(
             [
+                *(str(row["ranks"]), name, row["codec"], str(row["microbatches"])),
+                f"{row['lr']:.4g}",
                 *(
-                    str(row["ranks"]),
-                    f"`{row['name']}`" if "torch" not in row["name"] else row["name"],
+                    ["not reached", "", ""]
+                    if over is None
+                    else [str(row["updates_to_goal"]), f"{seconds:.1f}", f"{over:.2f}"]
                 ),
-                *(row["codec"], str(row["microbatches"]), f"{row['lr']:.4g}"),
-                "not reached" if seconds is None else str(row["updates_to_goal"]),
-                "" if seconds is None else f"{seconds:.1f}",
-                "" if seconds is None else f"{seconds / first['seconds_to_goal']:.2f}",
-                spread([1e3 * pace for pace in row["paces"]], 0),
+                spread([1e3 * each for each in row["paces"]], 0),
                 "" if simulated is None else f"{1e3 * simulated:.0f}",
+                f"{busiest / pace:.0%}",
             ]
         )
-    heads = (">N", "schedule", "messages", ">M", ">lr", ">updates", ">s", ">over `1f1b`")
-    return table("|".join([*heads, ">ms per update", ">simulated"]), lines)
+    heads = (">N", "schedule", "messages", ">M", ">lr", ">updates", ">s", ">over `1f1b`, bfloat16")
+    return table("|".join([*heads, ">ms per update", ">simulated", ">computing"]), lines)
 
 
 def to_loss(results: Path, name: str) -> list[float]:
@@ -89,5 +93,7 @@ def draw(results: Path, path: Path) -> None:
             axes.set_title(f"{title}, {most} processes", fontsize=10)
             axes.set_xlabel("seconds")
             axes.grid(True, alpha=0.3)
+        lowest = min(min(row["losses"]) for row in shown)
+        left.set_ylim(lowest - 0.03, lowest + 0.75)
         left.set_ylabel("mean loss of the last 25 minibatches")
         left.legend(frameon=False, fontsize=7)
