@@ -176,11 +176,11 @@ def study(
     del examples
     began = time.monotonic()
     found = {}
-    for cell, lr in search_all(folder, cells, range(seeds), work.judges, jobs=jobs):
-        found[cell] = lr
+    for cell, best in search_all(folder, cells, range(seeds), work.judges, jobs=jobs):
+        found[cell] = best
         console.print(
             f"{len(found)}/{len(cells)} {cell.contender}, {cell.settings.stages} stages, "
-            f"M = {cell.microbatches}: lr {lr:.3g}, {time.monotonic() - began:.0f} s"
+            f"M = {cell.microbatches}: lr {best:.3g}, {time.monotonic() - began:.0f} s"
         )
     rows = rows_of(folder, found, range(seeds), make)
     asked = {

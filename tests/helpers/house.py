@@ -32,7 +32,7 @@ CEILINGS = {
     "csrc, lines": 5208,
     "bench, lines": 8009,
     "studies, lines": 5353,
-    "tests, lines": 40191,
+    "tests, lines": 40192,
     "tests that import inner modules": 14,
     "manual, words": 27610,
     "arguments of Pipeline": 15,

@@ -192,7 +192,8 @@ def test_whatever_users_are_given_is_documented() -> None:
 #: of the engine.
 BEHIND_FACES = {
     *("method.formulas", "operators.averaging", "passes.compress", "pipeline.updates"),
-    *("pipeline.pipeline", "timelines.timeline", "transport.message", "weights.storage"),
+    *("pipeline.pipeline", "pipeline.ties", "timelines.timeline", "transport.message"),
+    "weights.storage",
 }
 
 

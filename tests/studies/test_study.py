@@ -206,7 +206,7 @@ def test_the_command_trains_otherwise(training: Training, tmp_path: Path) -> Non
     assert f" {otherwise} --seeds 1" in document["command"]
     assert document["settings"]["optimizer"] == "adamw"
     asked.clear()
-    otherwise = "--lr 0.3 --clip-norm 0.5 --updates 10"
+    otherwise = "--lr-schedule cosine --lr 0.3 --clip-norm 0.5"
     options = ["--stages", 3, "--microbatches", 1, "-m", "auto", "--seeds", 2]
     done = called(main, "study", *options, *otherwise.split(), "--out", tmp_path / "one")
     assert done.exit_code == 0, done.output
