@@ -411,6 +411,8 @@ class Replicated:
     def __init__(self, replicas: Sequence[Delayed], averaging: Averaging, parts: int) -> None:
         if replicas[0].method.then is not None:
             raise ValueError("replicas: a method that changes cannot be averaged")
+        if replicas[0]._ties:
+            raise ValueError("replicas: stages with tied weights cannot be averaged")
         self._replicas, self._parts = replicas, parts
         self._averaged = []
         for k, of_all in enumerate(zip(*(replica.stages for replica in replicas), strict=True)):

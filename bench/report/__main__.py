@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 
-from . import DOCS, RESULTS, documents, races, wires
+from . import DOCS, RESULTS, documents, nanogpt, races, wires
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not (arguments.check or arguments.no_pictures):
         if importlib.util.find_spec("matplotlib"):
             races.draw(RESULTS, DOCS / "results-quality.png")
+            nanogpt.draw(RESULTS, DOCS / "nanogpt.png")
             wires.draw(RESULTS, DOCS / "slow-links-measured.png")
         else:
             print("the pictures stay as they are: no matplotlib", file=sys.stderr)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from table import table
 
-from . import quality, races, speed, wires
+from . import nanogpt, quality, races, speed, wires
 
 
 def headline(results: Path) -> str:
@@ -53,6 +53,9 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "frontier.text": quality.text,
     "gpu.steps": speed.gpu_steps,
     "headline": headline,
+    "nanogpt": nanogpt.losses,
+    "nanogpt.gaps": nanogpt.over_training,
+    "nanogpt.rates": nanogpt.rates,
     "operators": speed.operators,
     "operators.gpu": partial(speed.operators, run=speed.ON_GPU),
     "operators.gpu.targets": partial(speed.operator_targets, run=speed.ON_GPU),

@@ -207,3 +207,11 @@ def test_replicas_that_are_averaged(method, averaging):
     with side.averaged(), trained.true_weights() as model:
         for p, q in zip(model.parameters(), side.pipes[0].parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("method", ["pipedream+sync@3", "auto"])
+def test_what_cannot_be_averaged_is_refused(method):
+    stages = gpt(3, vocabulary=20, context=6, width=8, depth=1, tied=method == "auto")
+    why = "tied weights" if method == "auto" else "a method that changes"
+    with pytest.raises(ValueError, match=f"replicas: .*{why} cannot be averaged"):
+        Replicated([Delayed(stages, sgd, mean_loss, method, microbatches=3)], Sparse(1, 1, 0.5), 3)

@@ -1,0 +1,157 @@
+"""nanoGPT's small setting: losses at each method's best rate, over rates, and over training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from table import table
+
+from spectrain_ext.extras import picture
+from studies.frontier import Interval
+from studies.looks import looks
+
+from . import read
+
+#: Runs of nanoGPT's small setting in six stages.
+NANOGPT = "2026-11-27-nanogpt"
+#: By the methods' names in the studies: what the table calls them.
+_NAMES = {
+    "sync": "`sync`",
+    "sync-nadam": "`sync` with NAdam",
+    "sync-xgrad": "`sync`, one update of look-ahead (XGrad)",
+    "auto": "`auto`",
+    "spectrain": "`spectrain`",
+    "error-feedback": "`error-feedback`: 2BW with feedback",
+    "nesterov-async": "Nesterov's recipe: `pipedream` with NAdam",
+    "vanilla": "`vanilla`: PACI",
+    "pipedream-2bw": "`pipedream-2bw`",
+}
+_MOMENTS = (100, 200, 400, 600, 1000, 1400, 2000)
+
+Row = dict[str, Any]
+
+
+def _rows(results: Path, name: str = "cosine") -> list[Row]:
+    """Return the rows in the order of their losses, those without delay first."""
+    found: list[Row] = read(results, f"{NANOGPT}/{name}.json")["rows"]
+    return sorted(found, key=lambda row: (row["delay"] > 0, fmean(row["losses"])))
+
+
+def _at(row: Row, updates: int) -> list[float]:
+    """Return the test losses after so many updates, by seed."""
+    number = row["tests"].index(updates)
+    return [curve[number] for curve in row["curves"]]
+
+
+def _gap(row: Row, sync: Row, updates: int) -> Interval:
+    """Return the loss over that of synchronous training less 1, in per cent, paired by seed."""
+    pairs = zip(_at(row, updates), _at(sync, updates), strict=False)
+    return Interval.of([100 * (mine / other - 1) for mine, other in pairs])
+
+
+def _text(gap: Interval) -> str:
+    if not math.isfinite(gap.low):
+        return f"{gap.mean:+.1f}"
+    text = f"{gap.mean:+.1f} [{gap.low:+.1f}, {gap.high:+.1f}]"
+    return f"**{text}**" if gap.low > 0 or gap.high < 0 else text
+
+
+def losses(results: Path, name: str = "cosine") -> str:
+    """Losses of all methods at their best rates."""
+    rows = _rows(results, name)
+    sync = next(row for row in rows if row["contender"] == "sync")
+    half, end = sync["tests"][len(sync["tests"]) // 2 - 1], sync["tests"][-1]
+    lines = [
+        [
+            *(_NAMES[row["contender"]], str(row["delay"]), f"{row['lr']:.4g}"),
+            str(len(row["losses"])),
+            *(f"{fmean(_at(row, updates)):.3f}" for updates in (half, end)),
+            "" if row is sync else _text(_gap(row, sync, end)),
+        ]
+        for row in rows
+    ]
+    if name == "cosine":
+        lines = [*_published(results, sync), *lines]
+    heads = (f">loss, {updates:,} updates" for updates in (half, end))
+    return table("|".join(["method", ">delay", ">lr", ">seeds", *heads, ">gap %"]), lines)
+
+
+def _published(results: Path, sync: Row) -> list[list[str]]:
+    """Return lines of nanoGPT's own code, on our test sequences, and of the published rate."""
+    own = read(results, f"{NANOGPT}/published.json")
+    runs = sync["rates"][f"{own['lr']:.4g}"]
+    rate = f"{own['lr']:.4g}"
+    return [
+        ["nanoGPT's own code", "0", rate, "1", "", f"{own['loss']:.3f}", ""],
+        ["`sync`", "0", rate, str(len(runs)), "", f"{fmean(runs.values()):.3f}", ""],
+    ]
+
+
+def rates(results: Path) -> str:
+    """Losses at the end over rates, first seed."""
+    rows = _rows(results)
+    tried = sorted({float(lr) for row in rows for lr in row["rates"]})
+    lines = []
+    for row in rows:
+        of = {float(lr): runs.get("0") for lr, runs in row["rates"].items()}
+        known = [loss for loss in of.values() if loss is not None]
+        cells = []
+        for lr in tried:
+            loss = of.get(lr)
+            text = "" if loss is None else f"{loss:.3f}"
+            cells.append(f"**{text}**" if loss == min(known) else text)
+        lines.append([_NAMES[row["contender"]], *cells])
+    return table("|".join(["method", *(f">{lr:.4g}" for lr in tried)]), lines)
+
+
+def over_training(results: Path, name: str = "cosine") -> str:
+    """Gaps to synchronous training, both at their own best rates, by updates made."""
+    rows = _rows(results, name)
+    sync = next(row for row in rows if row["contender"] == "sync")
+    lines = [
+        [
+            _NAMES[row["contender"]],
+            *(f"{_gap(row, sync, updates).mean:+.1f}" for updates in _MOMENTS),
+        ]
+        for row in rows
+        if row is not sync
+    ]
+    return table("|".join(["gap %, after", *(f">{updates:,}" for updates in _MOMENTS)]), lines)
+
+
+def draw(results: Path, path: Path) -> None:
+    """Draw losses over rates, and gaps over training."""
+    rows = _rows(results)
+    sync = next(row for row in rows if row["contender"] == "sync")
+    shown = [r for r in rows if not r["contender"].startswith("sync-")]
+    look = looks(row["contender"] for row in shown)
+    with picture(path, 9.0, 4.0) as figure:
+        left, right = figure.add_subplot(1, 2, 1), figure.add_subplot(1, 2, 2)
+        for row in shown:
+            name = row["contender"]
+            line: Mapping[str, Any] = {"color": look[name].color, "linestyle": look[name].dashes}
+            of = sorted((float(lr), runs["0"]) for lr, runs in row["rates"].items() if "0" in runs)
+            left.plot(*_columns(of), marker="o", markersize=3, **line)
+            gaps = [(u, _gap(row, sync, u).mean) for u in sync["tests"]]
+            right.plot(*_columns(gaps), label=name, **line)
+        left.set_xscale("log", base=2)
+        ticks = sorted({float(lr) for row in shown for lr in row["rates"]})
+        left.set_xticks(ticks, [f"{lr:.4g}" for lr in ticks], fontsize=8)
+        lowest = min(min(_at(row, sync["tests"][-1])) for row in shown)
+        left.set_ylim(lowest - 0.02, lowest + 0.3)
+        left.set_xlabel("learning rate")
+        left.set_ylabel("test loss after the last update")
+        right.axhline(0.0, color="black", linewidth=0.8)
+        right.set_xlabel("updates, each method at its best rate")
+        right.set_ylabel("test loss above that of sync, %")
+        right.legend(frameon=False, fontsize=8)
+        for axes in (left, right):
+            axes.grid(True, alpha=0.3)
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
