@@ -41,10 +41,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZB
 
 import spectrain_ext as st
 from spectrain_ext.planning import Link
-from spectrain_ext.simulation import summarize
-from spectrain_ext.timelines import simulate_method
 from studies.settings import settle
-from studies.slow_links import SETTINGS, TEXT
+from studies.slow_links import SETTINGS, TEXT, step_over_wires
 from studies.study import Cell, maker_in, search
 from studies.workload import Batch, Workload, epochs_of, mean_loss
 
@@ -189,16 +187,15 @@ def rank_main(
         "bytes": wires.bytes,
         "messages": wires.messages,
     }
-    # as text, so that nothing is unpickled
-    texts = torch.zeros(ranks, 1 << 20, dtype=torch.uint8)
-    encoded = torch.tensor(list(json.dumps(mine).encode()), dtype=torch.uint8)
-    texts[rank, : len(encoded)] = encoded
-    dist.all_reduce(texts)
-    of_ranks = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in texts]
-    if rank == 0:
-        said.put(of_ranks)
+    _said_by(path, rank).write_text(json.dumps(mine))
     dist.barrier()
+    if rank == 0:
+        said.put(True)
     dist.destroy_process_group()
+
+
+def _said_by(wires: str, rank: int) -> Path:
+    return Path(wires).with_name(f"rank{rank}.json")
 
 
 # All of them
@@ -213,7 +210,8 @@ def measured(run: Run, options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = str(InboundWires.make(Path(folder), run.ranks))
         load = os.getloadavg()[0]
-        of_ranks = spawned(rank_main, run.ranks, path, run, options)
+        spawned(rank_main, run.ranks, path, run, options)
+        of_ranks = [json.loads(_said_by(path, k).read_text()) for k in range(run.ranks)]
     (first,) = [each for each in of_ranks if each["losses"] is not None]
     document = {
         **run._asdict(),
@@ -248,18 +246,7 @@ def simulated(run: Run, document: Mapping[str, Any], options: argparse.Namespace
     each = document["of_ranks"][1]
     size = each["bytes"] / max(1, each["messages"])
     link = Link("wire", options.megabits * 1e6 / 8, options.latency / 1e3, inbound=True)
-    part = computed / run.microbatches
-    spans = simulate_method(
-        run.name,
-        run.ranks,
-        8 + 3 * run.ranks // run.microbatches,
-        microbatches=run.microbatches,
-        forward=part / 3,
-        backward=2 * part / 3,
-        communication=link.seconds(size),
-        inbound=True,
-    )
-    return summarize(spans).period
+    return step_over_wires(run.name, run.ranks, run.microbatches, computed, link.seconds(size))
 
 
 def reached(document: Mapping[str, Any], goal: float) -> tuple[int, float] | None:

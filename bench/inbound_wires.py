@@ -52,8 +52,8 @@ class InboundWires:
         with path.open("r+b") as file:
             # The moments when messages were sent: all processes of a machine have one clock.
             self._moments = memoryview(mmap.mmap(file.fileno(), 0)).cast("d")
-        self._sent: Counter[int] = Counter()
-        self._received: Counter[int] = Counter()
+        self._sent: Counter[tuple[int, int]] = Counter()
+        self._received: Counter[tuple[int, int]] = Counter()
         self._free = 0.0  # when the wire is
         self.bytes = self.messages = 0
         self.waited = 0.0
@@ -72,12 +72,12 @@ class InboundWires:
 
     def stamp(self, receiver: int) -> None:
         """Note that a message to this rank is ready."""
-        place = self._place(self._sent, self.rank, receiver, receiver)
+        place = self._place(self._sent, self.rank, receiver)
         self._moments[place] = monotonic()
 
     def wait(self, sender: int, size: int) -> None:
         """Sleep until the next message of this rank, which gloo has delivered, arrives."""
-        place = self._place(self._received, sender, self.rank, sender)
+        place = self._place(self._received, sender, self.rank)
         began = monotonic()
         remaining = self.arrival(self._moments[place], size) - began
         if remaining > 0.0:
@@ -86,9 +86,9 @@ class InboundWires:
         self.bytes += size
         self.messages += 1
 
-    def _place(self, counter: Counter[int], sender: int, receiver: int, other: int) -> int:
-        number = counter[other]
-        counter[other] += 1
+    def _place(self, counter: Counter[tuple[int, int]], sender: int, receiver: int) -> int:
+        number = counter[sender, receiver]
+        counter[sender, receiver] += 1
         return _MOMENTS * (sender * self._ranks + receiver) + number % _MOMENTS
 
     @contextmanager

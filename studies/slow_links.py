@@ -135,16 +135,27 @@ def search_chain(folder: Path, data: Path | None, ways: Sequence[Way]) -> dict[W
 @cache  # rows of the table share the results
 def seconds_per_step(method: str, microbatches: int, token_bytes: float) -> float:
     """Return simulated seconds per step of eight stages at the benchmark's sizes over its links."""
-    link, part = LINKS["wan200"], COMPUTE / microbatches
+    message = LINKS["wan200"].seconds(TOKENS / microbatches * token_bytes)
+    return step_over_wires(method, STAGES, microbatches, COMPUTE, message)
+
+
+def step_over_wires(
+    method: str, stages: int, microbatches: int, compute: float, message: float
+) -> float:
+    """Return the simulated seconds of a step over inbound wires.
+
+    ``compute`` are a stage's seconds per step, ``message`` those of a message.
+    """
+    part = compute / microbatches
     spans = simulate_method(
         method,
-        STAGES,
-        8 + 3 * STAGES // microbatches,
+        stages,
+        8 + 3 * stages // microbatches,
         microbatches=microbatches,
         forward=part / 3,
         backward=2 * part / 3,
-        communication=link.seconds(TOKENS / microbatches * token_bytes),
-        inbound=link.inbound,
+        communication=message,
+        inbound=True,
     )
     return summarize(spans).period
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -15,6 +14,7 @@ from studies.frontier import Interval
 from studies.looks import looks
 
 from . import read
+from .quality import with_interval
 
 #: Runs of nanoGPT's small setting in six stages.
 NANOGPT = "2026-11-27-nanogpt"
@@ -53,13 +53,6 @@ def _gap(row: Row, sync: Row, updates: int) -> Interval:
     return Interval.of([100 * (mine / other - 1) for mine, other in pairs])
 
 
-def _text(gap: Interval) -> str:
-    if not math.isfinite(gap.low):
-        return f"{gap.mean:+.1f}"
-    text = f"{gap.mean:+.1f} [{gap.low:+.1f}, {gap.high:+.1f}]"
-    return f"**{text}**" if gap.low > 0 or gap.high < 0 else text
-
-
 def losses(results: Path, name: str = "cosine") -> str:
     """Losses of all methods at their best rates."""
     rows = _rows(results, name)
@@ -70,7 +63,7 @@ def losses(results: Path, name: str = "cosine") -> str:
             *(_NAMES[row["contender"]], str(row["delay"]), f"{row['lr']:.4g}"),
             str(len(row["losses"])),
             *(f"{fmean(_at(row, updates)):.3f}" for updates in (half, end)),
-            "" if row is sync else _text(_gap(row, sync, end)),
+            "" if row is sync else with_interval(_gap(row, sync, end)),
         ]
         for row in rows
     ]
@@ -83,8 +76,8 @@ def losses(results: Path, name: str = "cosine") -> str:
 def _published(results: Path, sync: Row) -> list[list[str]]:
     """Return lines of nanoGPT's own code, on our test sequences, and of the published rate."""
     own = read(results, f"{NANOGPT}/published.json")
-    runs = sync["rates"][f"{own['lr']:.4g}"]
     rate = f"{own['lr']:.4g}"
+    runs = sync["rates"][rate]
     return [
         ["nanoGPT's own code", "0", rate, "1", "", f"{own['loss']:.3f}", ""],
         ["`sync`", "0", rate, str(len(runs)), "", f"{fmean(runs.values()):.3f}", ""],

@@ -98,7 +98,11 @@ def apart(of: Accuracies, method: str, other: str) -> str:
     differences = [100 * (a - b) for a, b in pairs if a is not None and b is not None]
     if len(differences) < len(pairs):
         return "diverged"
-    found = Interval.of(differences)
+    return with_interval(Interval.of(differences))
+
+
+def with_interval(found: Interval) -> str:
+    """Return a mean and its interval, if it has one, bold where that leaves out zero."""
     if not math.isfinite(found.low):
         return f"{found.mean:+.1f}"
     text = f"{found.mean:+.1f} [{found.low:+.1f}, {found.high:+.1f}]"
