@@ -25,7 +25,7 @@ def make_optimizer(
     ``1 / (1 - momentum)``, which makes the same updates as a sum of gradients.
     """
     lr, decay = settings.lr, settings.weight_decay
-    if settings.model == "nanogpt":  # decays matrices only
+    if not settings.decays_vectors:
         parameters = _decayed(parameters)
     if settings.optimizer == "sgd":
         smoothed = method.smoothed and settings.momentum < 1
@@ -53,12 +53,11 @@ def make_scheduler(
     """Return a factory of a stage's learning-rate scheduler, or None for a constant rate.
 
     The rate rises linearly over ``warmup`` updates, then stays constant or falls as a half cosine
-    to 0, in nanoGPT's setting to a tenth, at the end of all ``updates``.
+    to ``lr_floor`` times its highest value at the end of all ``updates``.
     """
     if settings.lr_schedule == "constant" and not settings.warmup:
         return None
-
-    lowest = 0.1 if settings.model == "nanogpt" else 0.0
+    floor = settings.lr_floor
 
     def factor(update: int) -> float:
         if update < settings.warmup:
@@ -66,7 +65,7 @@ def make_scheduler(
         if settings.lr_schedule == "constant":
             return 1.0
         done = (update - settings.warmup) / max(1, updates - settings.warmup)
-        return lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
     return lambda optimizer: LambdaLR(optimizer, factor)
 
@@ -81,7 +80,7 @@ def make_any_optimizer(
         adamw = {"betas": settings.betas, "weight_decay": settings.weight_decay}
         rates = settings.lr, settings.weight_decay
         fit = "match_rms_adamw"
-        if settings.model == "nanogpt":
+        if not settings.decays_vectors:
             groups = [{"params": [p for p in params if p in hidden], "use_muon": True}]
             rest = _decayed(p for p in params if p not in hidden)
             groups += [{**adamw, **group, "use_muon": False} for group in rest]

@@ -37,7 +37,8 @@ _PRESETS: dict[tuple[str, str], dict[str, Any]] = {
     ("text", "nanogpt"): {
         **{"epochs": 2, "batch_size": 12, "width": 128, "depth": 4, "context": 64, "lr": 0.001},
         **{"optimizer": "adamw", "weight_decay": 0.1, "betas": (0.9, 0.99), "clip_norm": 1.0},
-        **{"lr_schedule": "cosine", "warmup": 100, "seeds": 3},
+        **{"lr_schedule": "cosine", "lr_floor": 0.1, "warmup": 100, "seeds": 3},
+        "decays_vectors": False,
     },
     # rates are relative to that of hidden matrices, see ``make_any_optimizer``
     ("text", "speedrun"): dict(_TEXT, lr=0.025, optimizer="muon", weight_decay=0.05),
@@ -114,8 +115,10 @@ class TrainSettings:
     momentum: float = 0.9
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
+    decays_vectors: bool = True  # whether weight decay includes parameters with one dimension
     nesterov: bool = False
     lr_schedule: str = "constant"
+    lr_floor: float = 0.0  # the lowest learning rate of a cosine, over ``lr``
     warmup: int = 0
     threads: int = 1
     updates: int | None = None  # None: as many as the epochs have

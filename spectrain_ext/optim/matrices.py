@@ -109,7 +109,8 @@ class _OfMatrices(PredictingOptimizer):
             )
         count, defaults = len(self.param_groups), self.defaults
         try:
-            for is_matrix in [kind for kind, mine in kinds.items() if mine] or [True]:
+            empty = [bool(param_group.get(key, True))]
+            for is_matrix in [kind for kind, mine in kinds.items() if mine] or empty:
                 self.defaults = defaults if is_matrix else self._rest
                 # torch rejects a set
                 mine = params if isinstance(params, set) else kinds[is_matrix]

@@ -132,6 +132,8 @@ def test_a_group_is_of_one_kind() -> None:
     with pytest.raises(ValueError, match="more than one"):
         optimizer.add_param_group({"params": [cases.make_matrices()[0], params[4]]})
     assert len(optimizer.param_groups) == 2
+    optimizer.add_param_group({"params": [], "use_muon": False})
+    assert optimizer.param_groups[2].keys() == optimizer.param_groups[1].keys()
     optimizer = st.optim.SOAP(params, 0.3, (0.5, 0.6), hidden=params[1:3], adamw={"eps": 0.1})
     assert [group["rotated"] for group in optimizer.param_groups] == [True, False]
     rest = optimizer.param_groups[1]

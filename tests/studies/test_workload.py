@@ -358,6 +358,8 @@ def test_nanogpts_setting_is_the_published_one() -> None:
             assert group["weight_decay"] == (0.1 if group["params"][0].dim() > 1 else 0.0)
             assert muon or group["betas"] == (0.9, 0.99)
         assert sum(p.numel() for group in groups for p in group["params"]) == sum(sizes.values())
+        for stage in made.model:  # the first and the last have no hidden matrices
+            made.optimizer([*stage.parameters()])
     scheduler = make_scheduler(settings, 2000)
     assert scheduler is not None
     (factor,) = scheduler(st.optim.SGD([torch.zeros(1)], 0.1)).lr_lambdas
