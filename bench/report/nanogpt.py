@@ -30,6 +30,14 @@ _NAMES = {
     "vanilla": "`vanilla`: PACI",
     "pipedream-2bw": "`pipedream-2bw`",
 }
+#: Files of other settings, and what they differ in.
+_VARIANTS = {"constant": "constant rates", "muon": "Muon", "10x": "ten times the parameters"}
+#: By contender: what `clip_norm` is the largest norm of.
+_CLIPPED = {
+    "auto": "a stage",
+    "auto-clip-share": "a stage, norm / root of 6",
+    "auto-clip-all": "all stages",
+}
 _MOMENTS = (100, 200, 400, 600, 1000, 1400, 2000)
 
 Row = dict[str, Any]
@@ -53,12 +61,36 @@ def _gap(row: Row, sync: Row, updates: int) -> Interval:
     return Interval.of([100 * (mine / other - 1) for mine, other in pairs])
 
 
-def losses(results: Path, name: str = "cosine") -> str:
+def losses(results: Path) -> str:
     """Losses of all methods at their best rates."""
-    rows = _rows(results, name)
-    sync = next(row for row in rows if row["contender"] == "sync")
-    half, end = sync["tests"][len(sync["tests"]) // 2 - 1], sync["tests"][-1]
+    rows = _rows(results)
+    sync = _sync(rows)
+    half, end = _halves(sync)
+    heads = (f">loss, {updates:,} updates" for updates in (half, end))
+    lines = [*_published(results, sync), *_lines(rows)]
+    return table("|".join(["method", ">delay", ">lr", ">seeds", *heads, ">gap %"]), lines)
+
+
+def at_the_end(results: Path, *methods: str) -> list[str]:
+    """Return the gaps of methods to synchronous training after the last update, in per cent."""
+    rows = {row["contender"]: row for row in _rows(results)}
+    sync = rows["sync"]
+    return [with_interval(_gap(rows[name], sync, sync["tests"][-1])) for name in methods]
+
+
+def variants(results: Path) -> str:
+    """Losses of the same methods at constant rates, with Muon, and of a larger model."""
     lines = [
+        [said, *line] for name, said in _VARIANTS.items() for line in _lines(_rows(results, name))
+    ]
+    heads = ("", "method", ">delay", ">lr", ">seeds", ">loss, half", ">loss, end", ">gap %")
+    return table("|".join(heads), lines)
+
+
+def _lines(rows: Sequence[Row]) -> list[list[str]]:
+    sync = _sync(rows)
+    half, end = _halves(sync)
+    return [
         [
             *(_NAMES[row["contender"]], str(row["delay"]), f"{row['lr']:.4g}"),
             str(len(row["losses"])),
@@ -67,10 +99,30 @@ def losses(results: Path, name: str = "cosine") -> str:
         ]
         for row in rows
     ]
-    if name == "cosine":
-        lines = [*_published(results, sync), *lines]
-    heads = (f">loss, {updates:,} updates" for updates in (half, end))
-    return table("|".join(["method", ">delay", ">lr", ">seeds", *heads, ">gap %"]), lines)
+
+
+def _sync(rows: Sequence[Row]) -> Row:
+    return next(row for row in rows if row["contender"] == "sync")
+
+
+def _halves(row: Row) -> tuple[int, int]:
+    """Return the updates of half a run and of all of it."""
+    tests = row["tests"]
+    return tests[len(tests) // 2 - 1], tests[-1]
+
+
+def clipping(results: Path) -> str:
+    """Losses and clipped updates of `auto` by the norm that is clipped, and by whose it is."""
+    rows = read(results, f"{NANOGPT}/clip.json")["rows"]
+    lines = []
+    for norm in sorted({row["clip_norm"] for row in rows}):
+        of = {row["contender"]: row for row in rows if row["clip_norm"] == norm}
+        cells = [f"{norm:g}", str(min(len(row["losses"]) for row in of.values()))]
+        for row in (of[name] for name in _CLIPPED):
+            cells += [f"{fmean(row['losses']):.3f}", f"{100 * row['clipped']:.1f}"]
+        lines.append(cells)
+    heads = (f">{said}: loss|>clipped, %" for said in _CLIPPED.values())
+    return table("|".join([">norm", ">seeds", *heads]), lines)
 
 
 def _published(results: Path, sync: Row) -> list[list[str]]:
@@ -85,18 +137,19 @@ def _published(results: Path, sync: Row) -> list[list[str]]:
 
 
 def rates(results: Path) -> str:
-    """Losses at the end over rates, first seed."""
+    """Losses at the end over rates: of the first seed, and means where more seeds have run."""
     rows = _rows(results)
     tried = sorted({float(lr) for row in rows for lr in row["rates"]})
     lines = []
     for row in rows:
-        of = {float(lr): runs.get("0") for lr, runs in row["rates"].items()}
-        known = [loss for loss in of.values() if loss is not None]
+        of = {float(lr): runs for lr, runs in row["rates"].items()}
         cells = []
         for lr in tried:
-            loss = of.get(lr)
-            text = "" if loss is None else f"{loss:.3f}"
-            cells.append(f"**{text}**" if loss == min(known) else text)
+            runs = [*of.get(lr, {}).values()]
+            text = f"{fmean(runs):.3f}" if runs else ""
+            if len(runs) > 1:
+                text += f" ({len(runs)})"
+            cells.append(f"**{text}**" if lr == row["lr"] else text)
         lines.append([_NAMES[row["contender"]], *cells])
     return table("|".join(["method", *(f">{lr:.4g}" for lr in tried)]), lines)
 
@@ -104,7 +157,7 @@ def rates(results: Path) -> str:
 def over_training(results: Path, name: str = "cosine") -> str:
     """Gaps to synchronous training, both at their own best rates, by updates made."""
     rows = _rows(results, name)
-    sync = next(row for row in rows if row["contender"] == "sync")
+    sync = _sync(rows)
     lines = [
         [
             _NAMES[row["contender"]],
@@ -119,7 +172,7 @@ def over_training(results: Path, name: str = "cosine") -> str:
 def draw(results: Path, path: Path) -> None:
     """Draw losses over rates, and gaps over training."""
     rows = _rows(results)
-    sync = next(row for row in rows if row["contender"] == "sync")
+    sync = _sync(rows)
     shown = [r for r in rows if not r["contender"].startswith("sync-")]
     look = looks(row["contender"] for row in shown)
     with picture(path, 9.0, 4.0) as figure:
@@ -136,7 +189,7 @@ def draw(results: Path, path: Path) -> None:
         left.set_xticks(ticks, [f"{lr:.4g}" for lr in ticks], fontsize=8)
         lowest = min(min(_at(row, sync["tests"][-1])) for row in shown)
         left.set_ylim(lowest - 0.02, lowest + 0.3)
-        left.set_xlabel("learning rate")
+        left.set_xlabel("learning rate, first seed")
         left.set_ylabel("test loss after the last update")
         right.axhline(0.0, color="black", linewidth=0.8)
         right.set_xlabel("updates, each method at its best rate")

@@ -19,9 +19,9 @@ from . import read
 from .races import STUDY, races
 
 #: Studies of the paper's models; of corrections, schedules and averages by others; of deep delays;
-#: of error feedback.
+#: of error feedback; of deep delays in long trainings.
 PAPER, FIELD, DEEP = "2026-11-22-accuracy", "2026-11-23-field", "2026-11-25-deep"
-FEEDBACK = "2026-11-26-feedback"
+FEEDBACK, LONG = "2026-11-26-feedback", "2026-11-27-deep"
 
 Row = dict[str, Any]
 
@@ -159,6 +159,7 @@ _DEEP = {
     "digits": "digits",
     "marin": "Marin",
 }
+_LONG = {"text-6400-soap": "SOAP, deep, long"}
 _FEEDBACK = {"text": "AdamW", "text-cosine": "AdamW, cosine", "text-muon": "Muon"}
 #: Variants of screens, which are in the JSON only.
 _SCREENED = re.compile(r"second-order-|nadam|msnag")
@@ -202,19 +203,33 @@ def digits(results: Path) -> str:
 
 def deep(results: Path) -> str:
     """All rows of the studies of deep delays."""
-    return _studies(results, DEEP, _DEEP)
+    return _studies(results, {DEEP: _DEEP, LONG: _LONG})
+
+
+def deep_over_training(results: Path) -> str:
+    """Test losses of 32 stages with SOAP, by updates made; rates fall to zero at the end of each."""
+    rows = rows_of(results, "text-6400-soap", LONG)
+    moments = (640, 1600, 3200, 4800, 6400, 8128)
+    lines = []
+    for row in rows:
+        (curve,) = row["curves"]
+        losses = dict(zip(row["tests"], curve, strict=True))
+        cells = (f"{losses[m]:.3f}" if m in losses else "" for m in moments)
+        lines.append([f"`{row['contender']}`", *cells])
+    return table("|".join(["test loss, after", *(f">{m:,}" for m in moments)]), lines)
 
 
 def feedback(results: Path) -> str:
     """All rows of the studies of error feedback on text."""
-    return _studies(results, FEEDBACK, _FEEDBACK)
+    return _studies(results, {FEEDBACK: _FEEDBACK})
 
 
-def _studies(results: Path, folder: str, names: Mapping[str, str]) -> str:
+def _studies(results: Path, folders: Mapping[str, Mapping[str, str]]) -> str:
     return _table(
         "study|",
         [
             [said, *line]
+            for folder, names in folders.items()
             for name, said in names.items()
             for line in _lines(rows_of(results, name, folder), {}, folder)
         ],
@@ -260,7 +275,7 @@ def _table(first: str, lines: Sequence[Sequence[str]]) -> str:
 
 def _now(row: Row, folder: str) -> str:
     """The present name: what `auto` was in earlier studies is `second-order` where it is late."""
-    late = row["contender"] == "auto" and row["delay"] > 1 and folder != DEEP
+    late = row["contender"] == "auto" and row["delay"] > 1 and folder in (STUDY, FIELD)
     return "second-order" if late else str(row["contender"])
 
 

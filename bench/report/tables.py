@@ -26,9 +26,12 @@ def headline(results: Path) -> str:
         f"{min(each):.2f} to {max(each):.2f} times as long to a loss"
         for each in (times, wires.to_loss(results, "auto"))
     )
+    late, paci = nanogpt.at_the_end(results, "auto", "vanilla")
+    small = f"test loss {late} %; PACI's {paci} %".replace("**", "")
     measured = [
         ["`1f1b` over slow links, same messages", "2 and 4 processes on a CPU", over_wires],
         ["torch's 1F1B with as many microbatches", "2 to 4 processes on a CPU", throughput],
+        ["synchronous training, 6 stages", "nanoGPT's small setting, each at its best rate", small],
         ["synchronous training, 4 to 32 stages", "small transformer on a CPU", loss],
     ]
     simulated = [["`1f1b`, 4 to 32 stages", "measured updates times simulated seconds", sooner]]
@@ -47,6 +50,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "errors": quality.errors,
     "frontier": quality.summary,
     "frontier.deep": quality.deep,
+    "frontier.deep.curve": quality.deep_over_training,
     "frontier.digits": quality.digits,
     "frontier.even": races.even,
     "frontier.feedback": quality.feedback,
@@ -54,8 +58,11 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "gpu.steps": speed.gpu_steps,
     "headline": headline,
     "nanogpt": nanogpt.losses,
+    "nanogpt.clipping": nanogpt.clipping,
     "nanogpt.gaps": nanogpt.over_training,
+    "nanogpt.gaps.constant": partial(nanogpt.over_training, name="constant"),
     "nanogpt.rates": nanogpt.rates,
+    "nanogpt.variants": nanogpt.variants,
     "operators": speed.operators,
     "operators.gpu": partial(speed.operators, run=speed.ON_GPU),
     "operators.gpu.targets": partial(speed.operator_targets, run=speed.ON_GPU),
