@@ -57,7 +57,6 @@ def make_scheduler(
     """
     if settings.lr_schedule == "constant" and not settings.warmup:
         return None
-    floor = settings.lr_floor
 
     def factor(update: int) -> float:
         if update < settings.warmup:
@@ -65,7 +64,8 @@ def make_scheduler(
         if settings.lr_schedule == "constant":
             return 1.0
         done = (update - settings.warmup) / max(1, updates - settings.warmup)
-        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+        share = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+        return share + (1 - share) * settings.lr_floor
 
     return lambda optimizer: LambdaLR(optimizer, factor)
 

@@ -36,9 +36,9 @@ _PRESETS: dict[tuple[str, str], dict[str, Any]] = {
     # nanoGPT's small character-level setting for a CPU, as in its README and train.py
     ("text", "nanogpt"): {
         **{"epochs": 2, "batch_size": 12, "width": 128, "depth": 4, "context": 64, "lr": 0.001},
-        **{"optimizer": "adamw", "weight_decay": 0.1, "betas": (0.9, 0.99), "clip_norm": 1.0},
-        **{"lr_schedule": "cosine", "lr_floor": 0.1, "warmup": 100, "seeds": 3},
-        "decays_vectors": False,
+        **{"optimizer": "adamw", "betas": (0.9, 0.99), "weight_decay": 0.1, "clip_norm": 1.0},
+        **{"lr_schedule": "cosine", "lr_floor": 0.1, "warmup": 100, "decays_vectors": False},
+        "seeds": 3,
     },
     # rates are relative to that of hidden matrices, see ``make_any_optimizer``
     ("text", "speedrun"): dict(_TEXT, lr=0.025, optimizer="muon", weight_decay=0.05),
