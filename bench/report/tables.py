@@ -27,7 +27,7 @@ def headline(results: Path) -> str:
         for each in (times, wires.to_loss(results, "auto"))
     )
     late, paci = nanogpt.at_the_end(results, "auto", "vanilla")
-    small = f"test loss {late} %; PACI's {paci} %".replace("**", "")
+    small = f"test loss {late} %; without prediction (PACI) {paci} %".replace("**", "")
     measured = [
         ["`1f1b` over slow links, same messages", "2 and 4 processes on a CPU", over_wires],
         ["torch's 1F1B with as many microbatches", "2 to 4 processes on a CPU", throughput],
