@@ -34,7 +34,7 @@ CEILINGS = {
     "studies, lines": 5368,
     "tests, lines": 40204,
     "tests that import inner modules": 14,
-    "manual, words": 28277,
+    "manual, words": 28291,
     "arguments of Pipeline": 15,
     "arguments of DistributedPipeline": 18,
     "names in spectrain_ext": 42,
