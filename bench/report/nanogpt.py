@@ -14,7 +14,7 @@ from studies.frontier import Interval
 from studies.looks import looks
 
 from . import read
-from .quality import with_interval
+from .quality import Row, rows_of, with_interval
 
 #: Runs of nanoGPT's small setting in six stages.
 NANOGPT = "2026-11-27-nanogpt"
@@ -40,12 +40,10 @@ _CLIPPED = {
 }
 _MOMENTS = (100, 200, 400, 600, 1000, 1400, 2000)
 
-Row = dict[str, Any]
-
 
 def _rows(results: Path, name: str = "cosine") -> list[Row]:
     """Return the rows in the order of their losses, those without delay first."""
-    found: list[Row] = read(results, f"{NANOGPT}/{name}.json")["rows"]
+    found = rows_of(results, name, NANOGPT)
     return sorted(found, key=lambda row: (row["delay"] > 0, fmean(row["losses"])))
 
 
@@ -113,7 +111,7 @@ def _halves(row: Row) -> tuple[int, int]:
 
 def clipping(results: Path) -> str:
     """Losses and clipped updates of `auto` by the norm that is clipped, and by whose it is."""
-    rows = read(results, f"{NANOGPT}/clip.json")["rows"]
+    rows = rows_of(results, "clip", NANOGPT)
     lines = []
     for norm in sorted({row["clip_norm"] for row in rows}):
         of = {row["contender"]: row for row in rows if row["clip_norm"] == norm}

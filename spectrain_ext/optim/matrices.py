@@ -109,7 +109,7 @@ class _OfMatrices(PredictingOptimizer):
             )
         count, defaults = len(self.param_groups), self.defaults
         try:
-            for is_matrix in [k for k, mine in kinds.items() if mine] or [param_group.get(key, 1)]:
+            for is_matrix in [k for k in kinds if kinds[k]] or [bool(param_group.get(key, True))]:
                 self.defaults = defaults if is_matrix else self._rest
                 # torch rejects a set
                 mine = params if isinstance(params, set) else kinds[is_matrix]
