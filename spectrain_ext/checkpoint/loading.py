@@ -22,6 +22,7 @@ from .documents import NAME, Json, decode, digest, read, tensors_in
 from .parts import Item, Part, Stateful, Weights, base_of, check_trains, parts_of, weights_of
 from .progress import Generators, SamplerState, Training
 from .saving import items_of, together
+from .sharded import piece_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,9 @@ def load(
             states += [(item, item.match(view)) for item, view in items]
             saved = [*(state for _, state in states), body.get("extra")]
             keys = dict.fromkeys(key for each in saved for key in tensors_in(each))
-            tensors = dict(storage.read_tensors(directory, body, keys))
+            cuts = {key: p for part in parts for key, p in part.cuts.items()}
+            read_now = storage.read_tensors(directory, body, keys)
+            tensors = {k: piece_of(t, cuts[k]) if k in cuts else t for k, t in read_now}
             extra = decode(body.get("extra"), tensors)
         with peers.attempt(doing):
             _put(states, tensors, directory)

@@ -16,6 +16,7 @@ from spectrain_ext.optim.state import laid_out_as
 
 from .documents import Json, Keep, decode, encode, tensors_in
 from .parts import Item, Part, weights_of
+from .sharded import part_like
 
 # These select an implementation with the same results: the loading side's choice is kept.
 _IMPLEMENTATION = frozenset(("foreach", "fused", "capturable", "differentiable"))
@@ -41,7 +42,7 @@ class OptimizerState(Item):
         self.what = f"the optimizer of stage {part.stage}"
         self._part = part
         self._optimizer = optimizer
-        self._names = part.parameter_names()
+        self._names, self._owners = part.parameter_names(), part.parameters()
         self._is_ours = isinstance(optimizer, PredictingOptimizer)
         self._loose = optimizer.loose_keys if isinstance(optimizer, PredictingOptimizer) else ()
         self._is_known = self._is_ours or type(optimizer).__module__.startswith("torch.optim")
@@ -63,7 +64,9 @@ class OptimizerState(Item):
                     "saved"
                 )
             found = {
-                key: encode(value, f"{where}: {name}.{key}", keep, f"{self.key}{name}.{key}")
+                key: encode(
+                    self._whole(value, p), f"{where}: {name}.{key}", keep, f"{self.key}{name}.{key}"
+                )
                 for key, value in entry.items()
                 # SGD without momentum stores None
                 if not (value is None and key in _ELEMENTWISE and self._is_known)
@@ -82,6 +85,12 @@ class OptimizerState(Item):
         ]
         found = {"class": type(self._optimizer).__name__, "groups": groups, "state": state}
         return found | ({"shared": _encoded(more, f"{where}: ", keep, at)} if more else {})
+
+    def _whole(self, value: object, p: Tensor) -> object:
+        """Return state of a shard's shape as that of the whole parameter."""
+        if isinstance(value, Tensor) and value.shape == p.shape:
+            return part_like(value, self._owners[p])
+        return value
 
     def _state_dict(self, where: str) -> Json:
         optimizer = self._optimizer
@@ -127,8 +136,10 @@ class OptimizerState(Item):
         for p, name, entry in zip(params, mine, entries, strict=True):
             for key, value in entry.items():
                 if isinstance(value, dict) and "$tensor" in value:
-                    shape = body["tensors"][value["$tensor"]]["shape"]
-                    self._check_shape(f"{self.key}{name}.{key}", key, shape, p)
+                    shape, owner = body["tensors"][value["$tensor"]]["shape"], self._owners[p]
+                    self._check_shape(f"{self.key}{name}.{key}", key, shape, owner)
+                    if shape == list(owner.shape):
+                        self._part.cuts[value["$tensor"]] = owner
         return {"groups": groups, "shared": common, "state": entries}
 
     def _check_shape(self, where: str, key: str, shape: list[int], p: Tensor) -> None:

@@ -19,8 +19,10 @@ from spectrain_ext.pipeline.names import bare, full_names
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.pipeline.ties import Copy, copies_in, names_of
 from spectrain_ext.rng import StageRandom
+from spectrain_ext.weights.storage import local_part
 
 from .documents import Json, Keep, dtype_of, encode
+from .sharded import part_like, whole
 from .storage import WEIGHTS, described
 
 _MASTERS = "master."
@@ -101,6 +103,11 @@ class Part:
     # names of tensors that an earlier stage saves, with their names there
     tied: Mapping[str, Sequence[str]] = field(default_factory=dict)
     trainable_only: TrainableOnly = False
+    # Several ranks may share it by tensor parallelism: the index of this one, and how many.
+    shard: int = 0
+    shards: int = 1
+    # While loading: the parameters that are cut as the tensors with these keys will be.
+    cuts: dict[str, Tensor] = field(default_factory=dict)
 
     def tensors(self, saved: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield parameters and persistent buffers under the model's names."""
@@ -114,8 +121,12 @@ class Part:
             yield self.names[key], value.detach()
 
     def parameter_names(self) -> dict[Tensor, str]:
-        """Return the model's name of every parameter, the first one if it has several."""
-        return {p: self.names[name] for name, p in self.module.named_parameters()}
+        """Return the model's first name of every parameter, by what is here of it."""
+        return {local_part(p): self.names[name] for name, p in self.module.named_parameters()}
+
+    def parameters(self) -> dict[Tensor, Tensor]:
+        """Return every parameter by what is here of it, which the optimizer has."""
+        return {local_part(p): p for p in self.module.parameters()}
 
     def as_saved(self, body: Json) -> Json | None:
         """Return a document's entry of this stage; None if its parameters differ."""
@@ -142,9 +153,11 @@ def parts_of(
         target.masters(bind)
     stages, over_ranks = target._executor.stages, isinstance(target, DistributedPipeline)
     averaged = averagers(stages)
-    replica, replicas = 0, 1
+    replica, replicas, shard, shards = 0, 1, 0, 1
     if isinstance(target, DistributedPipeline):
         replica, replicas = target.replica, target.replicas[stages[0].index]
+        of = target._processes.replicas
+        shard, shards = of.shard_of(target.rank), len(of.rows[0])
     elif averaged:
         raise ValueError(
             "a pipeline that is averaged side by side with others has a part of the state; "
@@ -185,6 +198,8 @@ def parts_of(
                 replicas,
                 averaged.get(k),
                 tied,
+                shard=shard,
+                shards=shards,
             )
         )
     return parts
@@ -220,7 +235,8 @@ class Weights(Item):
         base = {}
         if part.trainable_only:
             frozen, by_value = self._frozen() | {*left}, part.trainable_only == "verified"
-            base = {n: described(t, by_value) for n, t in part.tensors(saved=True) if n in frozen}
+            left_out = ((n, t) for n, t in part.tensors(saved=True) if n in frozen)
+            base = {n: described(whole(t) if by_value else t, by_value) for n, t in left_out}
             left = []
         if left:
             warnings.warn(
@@ -234,12 +250,12 @@ class Weights(Item):
             # an earlier stage saves a tied one under this name
             if name not in base and name not in left and name not in tied.get(name, ())
         }
-        masters = {}
+        masters, owners = {}, part.parameters()
         for p, master in part.masters.items():  # follows p where that has changed since a run
             now = p.detach()
             same = master.to(now.dtype) == now
             followed = torch.where(same, master, now.to(master.dtype))
-            masters[names[p]] = keep(_MASTERS + names[p], followed)
+            masters[names[p]] = keep(_MASTERS + names[p], part_like(followed, owners[p]))
         return {
             "left_out": left,
             "parameters": list(names.values()),
@@ -264,12 +280,12 @@ class Weights(Item):
                 stacklevel=2,
             )
 
-        def source(names: Sequence[str], tensor: Tensor) -> Json:
-            """Return the saved tensor for one that has these names."""
+        def source(names: Sequence[str], tensor: Tensor, p: Tensor) -> Json:
+            """Return the saved tensor for one, of the whole shape of p, that has these names."""
             for saved in (weights, masters):
                 entries = {n: body["tensors"][saved[n]["$tensor"]] for n in names if n in saved}
                 for name, entry in entries.items():
-                    _check_fits(name, entry, tensor)
+                    _check_fits(name, entry, tensor, p.shape)
                     first = next(iter(entries))
                     if any(entry[key] != entries[first][key] for key in ("dtype", "sha256")):
                         raise ValueError(differing(first, name))
@@ -277,7 +293,10 @@ class Weights(Item):
             dtype = dtype_of(body["tensors"][weights[name]["$tensor"]]["dtype"])
             wide = [masters[name] for name in names if name in masters]
             chosen: Json = weights[name]
-            return wide[0] if wide and dtype.itemsize < tensor.dtype.itemsize else chosen
+            if wide and dtype.itemsize < tensor.dtype.itemsize:
+                chosen = wide[0]
+            part.cuts[chosen["$tensor"]] = p
+            return chosen
 
         # each tensor of the module, with its keys in the ``state_dict`` and its names in the model
         tensors: dict[object, tuple[Tensor, list[str], list[str]]] = {}
@@ -290,25 +309,27 @@ class Weights(Item):
                 continue
             if name not in weights:
                 raise ValueError(f"has no {name!r}, which {self.what} has")
-            place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            place = (local_part(tensor).data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
             _, keys, names = tensors.setdefault(place, (tensor, [], []))
             keys.append(key)
             names += (*part.tied.get(name, ()), name)
         sources: list[Any] = []  # pairs, because a name may begin with "$"
         for tensor, keys, names in tensors.values():
-            saved = source(names, tensor)
+            saved = source(names, tensor, tensor)
             sources += [[key, saved] for key in keys]
-        names_of = part.parameter_names()
-        return [sources, [source([names_of[p]], master) for p, master in part.masters.items()]]
+        names_of, owners = part.parameter_names(), part.parameters()
+        masters_here = part.masters.items()
+        return [sources, [source([names_of[p]], m, owners[p]) for p, m in masters_here]]
 
     def put(self, state: Any) -> None:
-        weights, masters = state
+        pieces, masters = state
+        held = self._part.module.state_dict(keep_vars=True)
+        weights = {key: part_like(piece, held[key]) for key, piece in pieces}
         if self._base is None:
-            self._part.module.load_state_dict(dict(weights), strict=not self._keeps)
+            self._part.module.load_state_dict(weights, strict=not self._keeps)
         else:  # some modules of a quantized base cannot load a part of their state
-            held = self._part.module.state_dict(keep_vars=True)
             with torch.no_grad():
-                for key, value in weights:
+                for key, value in weights.items():
                     held[key].copy_(value)
         for master, value in zip(self._part.masters.values(), masters, strict=True):
             master.copy_(value)
@@ -360,7 +381,7 @@ class Weights(Item):
     def undo(self) -> Callable[[], None]:
         """Return a function that restores CPU copies directly, without the module's hooks."""
         kept = {*self._keeps}
-        held = [tensor for name, tensor in self._part.tensors() if name not in kept]
+        held = [local_part(tensor) for name, tensor in self._part.tensors() if name not in kept]
         held += self._part.masters.values()
         before = [tensor.detach().to("cpu", copy=True) for tensor in held]
 
@@ -372,10 +393,10 @@ class Weights(Item):
         return put_back
 
 
-def _check_fits(name: str, entry: Json, tensor: Tensor) -> None:
+def _check_fits(name: str, entry: Json, tensor: Tensor, shape: Sequence[int]) -> None:
     """Raise ValueError if a saved tensor has another shape or kind of numbers."""
-    if entry["shape"] != list(tensor.shape):
-        raise ValueError(f"{name!r} has shape {entry['shape']}, expected {list(tensor.shape)}")
+    if entry["shape"] != list(shape):
+        raise ValueError(f"{name!r} has shape {entry['shape']}, expected {list(shape)}")
     if kind_of(dtype_of(entry["dtype"])) != kind_of(tensor.dtype):
         raise ValueError(
             f"{name!r} is {entry['dtype']}, which does not fit into "
@@ -386,10 +407,10 @@ def _check_fits(name: str, entry: Json, tensor: Tensor) -> None:
 def _check_base(name: str, entry: Json, tensor: Tensor) -> None:
     """Raise ValueError if a frozen tensor is not the one that a checkpoint was saved with."""
     try:
-        _check_fits(name, entry, tensor)
+        _check_fits(name, entry, tensor, tensor.shape)
     except ValueError as error:
         raise ValueError(f"was saved with another base: {error}") from None
-    if "sha256" in entry and described(tensor, by_value=True) != entry:
+    if "sha256" in entry and described(whole(tensor), by_value=True) != entry:
         raise ValueError(f"was saved with another base: {name!r} has other values here")
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import cycle, repeat
 from pathlib import Path
 
 import torch
@@ -27,7 +28,10 @@ from .progress import (
     Training,
     stage_states,
 )
+from .sharded import whole
 from .storage import WEIGHTS
+
+_EVERY = repeat(True)
 
 
 def save(
@@ -131,7 +135,7 @@ def together(target: nn.Module, doing: str) -> Iterator[Peers]:
     """Yield the processes that save or load; a pipeline's ranks watch one another meanwhile."""
     if isinstance(target, DistributedPipeline):
         with target.together(doing):
-            yield Peers(None, target._board.busy)
+            yield Peers(target._processes.all_ranks.host, target._board.busy)
     else:
         yield Peers(alone=True)
 
@@ -152,7 +156,9 @@ def _document(
     parts: Sequence[Part], peers: Peers, sampler: Stateful | None, tensors: dict[str, Tensor]
 ) -> Json:
     """Return the document of a process's stages, and add their tensors to ``tensors``."""
-    keep = _keeper(tensors)
+    # The ranks that share a stage by tensor parallelism keep its tensors in turn.
+    turns = cycle([n == parts[0].shard for n in range(parts[0].shards)])
+    keep = _keeper(tensors, takes=turns)
     # First: a failure on one replica only would leave the others waiting here.
     averages = [_averages(part, keep) for part in parts]
     stages: list[Json] = []
@@ -170,23 +176,35 @@ def _document(
             continue
         content["replica"] = part.replica
         if average is not None:  # the average is shared; each replica also saves its own state
-            content |= _of_stage(part, _keeper(tensors, f"replica{part.replica}."))
+            content |= _of_stage(part, _keeper(tensors, f"replica{part.replica}.", turns))
             if part.replica == 0:
                 stages.append({k: v for k, v in (content | average).items() if k != "averaging"})
         replicas.append(content)
+    if parts[0].shard:  # the first one's document has the same
+        stages, replicas = [], []
+    alone = _keeper(tensors)
     process: Json = {
-        "random": Generators(parts, peers.rank, peers.size).saved(keep),
-        "sampler": None if sampler is None else SamplerState(sampler, peers.rank).saved(keep),
+        "random": Generators(parts, peers.rank, peers.size).saved(alone),
+        "sampler": None if sampler is None else SamplerState(sampler, peers.rank).saved(alone),
     }
     return {"stages": stages, "replicas": replicas, "process": process}
 
 
-def _keeper(tensors: dict[str, Tensor], prefix: str = "") -> Keep:
+def _keeper(
+    tensors: dict[str, Tensor],
+    prefix: str = "",
+    takes: Iterator[bool] = _EVERY,  # whether the next one goes there
+) -> Keep:
+    known: set[str] = set()
+
     def keep(key: str, tensor: Tensor) -> Json:
         key = prefix + key
-        while key in tensors:  # names with dots may coincide with those of nested members
+        while key in known or key in tensors:  # names with dots may coincide with nested ones
             key += "'"
-        tensors[key] = tensor
+        known.add(key)
+        all_of_it = whole(tensor)
+        if next(takes):
+            tensors[key] = all_of_it
         return {"$tensor": key}
 
     return keep

@@ -24,6 +24,7 @@ from spectrain_ext.pipeline.ties import (
     ties_of,
 )
 from spectrain_ext.schedule import Place, Replicas
+from spectrain_ext.weights.storage import local_part
 
 from .board import Board
 
@@ -95,7 +96,8 @@ def agreed_ties(
     of_ranks: Sequence[Mapping[str, Any]],
 ) -> list[TiedStages]:
     """Return the ties of all stages; tell copies here their originals' names in checkpoints."""
-    asked = [(Member(*place), look) for rank in of_ranks for *place, look in rank["copies"]]
+    firsts = dict.fromkeys(row[0] for row in replicas.rows)  # of the ranks that share a replica
+    asked = [(Member(*place), look) for r in firsts for *place, look in of_ranks[r]["copies"]]
     if not asked:
         return []
     homes = {f"{member.home} {member.home_name}" for member, _ in asked}  # keys of JSON
@@ -126,7 +128,7 @@ def agreed_ties(
 def start_of(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, str]:
     """Return what replicas must have in common when they start: weights and options."""
     # without module buffers, which belong to each replica
-    values = {repr(name): digest_of(p) for name, p in module.named_parameters()}
+    values = {repr(name): digest_of(local_part(p)) for name, p in module.named_parameters()}
     for g, group in enumerate([] if optimizer is None else optimizer.param_groups):
         for name, value in sorted(group.items()):
             if name != "params":
@@ -137,8 +139,8 @@ def start_of(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict
 def check_equal_start(of_ranks: Sequence[Mapping[str, Any]], replicas: Replicas) -> None:
     """Raise ValueError unless the replicas of each stage have equal parameters and options."""
     for k in range(replicas.stages):
-        first, *others = replicas.ranks_of(k)
-        for other in others:
+        ranks, shards = replicas.ranks_of(k), len(replicas.rows[0])
+        for first, other in [(ranks[n % shards], ranks[n]) for n in range(shards, len(ranks))]:
             a, b = of_ranks[first]["start"], of_ranks[other]["start"]
             if [*a.items()] != [*b.items()]:
                 raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from .links import ConnectionGuard, RankGroup
 
 _GRADIENTS = "the gradients of the stage's other replicas"
 _WEIGHTS = "the weights of the stage's other replicas"
+_SHARDS = "the ranks that share the replica"
 _NORMS = "the norms of all ranks' gradients"
 
 
@@ -188,6 +190,12 @@ class GradientSum:
         return float(found)
 
 
+def combine(tensor: Tensor, rank_group: RankGroup, board: Board, how: Any) -> None:
+    """Combine a tensor in place over the ranks that share a replica; all get the same bits."""
+    group = rank_group.host if tensor.is_cpu else rank_group.device
+    _Collective(rank_group, board, _SHARDS, group, dist.all_reduce, tensor, how).wait()
+
+
 def exchange_weights(
     message: Tensor, rank_group: RankGroup, board: Board
 ) -> Callable[[], Sequence[Tensor]]:
@@ -200,7 +208,8 @@ def exchange_weights(
 
     def arrived() -> Sequence[Tensor]:
         gathering.wait()
-        return messages
+        order = sorted(rank_group.ranks)
+        return [messages[order.index(rank)] for rank in rank_group.ranks]
 
     return arrived
 

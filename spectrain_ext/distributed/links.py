@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 from spectrain_ext.pipeline.edges import Traffic
 from spectrain_ext.pipeline.processes import Ends
@@ -82,6 +84,7 @@ class Links(NamedTuple):
     edges: Sequence[RemoteEdge]
     all_ranks: RankGroup  # only for CPU tensors
     replicas: RankGroup | None  # of its stage; None if it is the only one
+    shards: RankGroup | None = None  # that share its replica
 
     def evaluating(self) -> list[RemoteEdge]:
         """Return edges for forwards only, in the same groups."""
@@ -125,7 +128,8 @@ def gpu_of(device: torch.device) -> str:
 
 
 def open_links(
-    group: dist.ProcessGroup | None,
+    ranks: Sequence[int],  # in the default group, of the pipeline's ranks, ascending
+    prefix: str,  # of this pipeline, for names
     device: torch.device,
     board: Board,
     replicas: Replicas,
@@ -133,21 +137,24 @@ def open_links(
     ties: Sequence[TiedStages],
 ) -> Links:
     """Make a group for each directed edge of this rank, and use each once."""
-    # One group per directed edge, because two directions in one would wait for each other. All
-    # ranks make all groups in the same order, as torch requires.
+    # One group per directed edge, because two directions in one would wait for each other. Its
+    # members alone make it; all of them do so in the same order.
     #
     # The first use of a group connects it, and with NCCL blocks the CPU of each rank until the
     # other uses it too. During training ranks could then wait in a circle for each other's first
     # uses; here the order is the same everywhere. NCCL connects per kind of operation, so an edge
     # sends a message in its direction, and replicas sum.
-    ranks = dist.get_process_group_ranks(group)
     host = "gloo", _CPU
-    opener = _Opener(ranks, board, [host] if bodies == "gloo" else [host, (bodies, device)])
+    kinds = [host] if bodies == "gloo" else [host, (bodies, device)]
+    opener = _Opener(ranks, prefix, board, kinds)
     staged = bodies == "gloo" and device.type == "cuda"
     edges: list[RemoteEdge] = []
+    rows, shard = replicas.rows, replicas.shard_of(board.rank)
 
-    def link(a: int, b: int, what: Traffic, tie: int | None = None) -> None:
-        sender, receiver = a % replicas.ranks, b % replicas.ranks
+    def link(a: int, b: int, what: Traffic, tie: int | None = None, to: int = shard) -> None:
+        """Open the edge to the rank that has this shard of replica b."""
+        batches = what in (Traffic.INPUTS, Traffic.TARGETS)  # which rank 0 sends to all shards
+        sender, receiver = rows[a][0 if batches else shard], rows[b][to]
         if sender == receiver:
             return
 
@@ -162,7 +169,8 @@ def open_links(
         two = opener.open(name, (sender, receiver), message)
         if two is None:
             return
-        ends = what, a if plain else None, b if tie is None else tie
+        other_shard = to if batches and to and board.rank == sender else None
+        ends = what, a if plain else other_shard, b if tie is None else tie
         peer = ranks[receiver if sender == board.rank else sender]
         stages = replicas.stage_and_replica(a)[0], replicas.stage_and_replica(b)[0]
         edges.append(
@@ -172,10 +180,10 @@ def open_links(
     for a, b in replicas.edges():
         link(a, b, Traffic.ACTIVATIONS)
         link(b, a, Traffic.GRADIENTS)
-    for replica in replicas.indices_of(0):
-        link(0, replica, Traffic.INPUTS)
-    for replica in replicas.indices_of(replicas.stages - 1):
-        link(0, replica, Traffic.TARGETS)
+    for what, stage in ((Traffic.INPUTS, 0), (Traffic.TARGETS, replicas.stages - 1)):
+        for replica in replicas.indices_of(stage):
+            for to in range(len(rows[replica])):
+                link(0, replica, what, to=to)
     for n, tie in enumerate(ties):
         home, copies = replicas.runs(tie.home, 0), replicas.runs(tie.copy, 0)
         link(home, copies, Traffic.TIED_WEIGHTS, n)
@@ -183,12 +191,15 @@ def open_links(
             link(copies, home, Traffic.TIED_GRADIENTS, n)
     of_stage = None
     for k in range(replicas.stages):
-        members = replicas.ranks_of(k)
+        members = [rows[n][shard] for n in replicas.indices_of(k)]
         if len(members) > 1:
             of_stage = opener.open(f"the replicas of stage {k}", members, _sum) or of_stage
-    all_ranks = _Opener(ranks, board, [host]).open("all ranks", range(len(ranks)), _sum)
+    of_replica = None
+    for n in replicas.numbers_on(board.rank)[:1] if len(rows[0]) > 1 else ():
+        of_replica = opener.open(f"the shards of replica {n}", rows[n], _sum)
+    all_ranks = opener._replace(kinds=[host]).open("all ranks", range(len(ranks)), _sum)
     assert all_ranks is not None
-    return Links(edges, all_ranks, of_stage)
+    return Links(edges, all_ranks, of_stage, of_replica)
 
 
 def _sum(made: dist.ProcessGroup, on: torch.device) -> None:
@@ -198,15 +209,16 @@ def _sum(made: dist.ProcessGroup, on: torch.device) -> None:
 class _Opener(NamedTuple):
     """Makes and first uses groups of the pipeline's ranks."""
 
-    ranks: list[int]
+    ranks: Sequence[int]
+    prefix: str
     board: Board
     kinds: Sequence[tuple[str, torch.device]]  # for CPU tensors, and for bodies if others
 
     def open(self, name: str, members: Sequence[int], use: _Use) -> RankGroup | None:
         """Make the groups of these ranks; None if this rank is not a member."""
-        groups = [self._group(name, members, use, *kind) for kind in self.kinds]
         if self.board.rank not in members:
             return None
+        groups = [self._group(name, members, use, *kind) for kind in self.kinds]
         return RankGroup(members, groups[0], groups[-1])
 
     def _group(
@@ -221,15 +233,11 @@ class _Opener(NamedTuple):
             settings["device_id"] = device
             settings["pg_options"] = _options(longer, use is not _sum)
         waits_for = others[0] if len(others) == 1 else None
-        mine = board.rank in members
         board.set_action("opening", name)
-        waits = board.blocked(waits_for, name) if mine else nullcontext()
-        with waits, ConnectionGuard(board, (), name):
-            with _by_itself():
-                ranks = [self.ranks[r] for r in members]
+        with board.blocked(waits_for, name), ConnectionGuard(board, (), name):
+            ranks = [self.ranks[r] for r in members]
+            with _by_itself(f"{self.prefix}/{name}/{ranks}/{backend}"):
                 made: dist.ProcessGroup = dist.new_group(ranks, longer, backend, **settings)
-            if not mine:
-                return made
             if backend == "gloo":
                 board.disconnects.append(partial(_disconnect, made))
             else:
@@ -269,8 +277,8 @@ def _options(timeout: timedelta, of_an_edge: bool) -> Any:
 
 
 @contextmanager
-def _by_itself() -> Iterator[None]:
-    """Let torch make a group that neither ends the process nor splits the default group."""
+def _by_itself(name: str) -> Iterator[None]:
+    """Let torch make a group of this name, which neither ends the process nor splits another."""
     # Instead the board notices a failure, aborts NCCL's groups, and makes the rank raise RankError.
     chosen = any(name in os.environ for name in (_ON_ERROR, _ON_ERROR.removeprefix("TORCH_")))
     if not chosen:
@@ -280,9 +288,13 @@ def _by_itself() -> Iterator[None]:
     default = dist.group.WORLD
     assert default is not None
     bound, default.bound_device_id = default.bound_device_id, None
+    # A name that only its members need to agree on: torch counts a process's groups, of which
+    # others may have more. That this sets the count is private in torch, 2.10 to 2.15.
+    groups, _world.group_count = _world.group_count, int(sha256(name.encode()).hexdigest(), 16)
     try:
         yield
     finally:
         default.bound_device_id = bound
+        _world.group_count = groups
         if not chosen:
             del os.environ[_ON_ERROR]

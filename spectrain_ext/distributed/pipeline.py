@@ -12,6 +12,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from spectrain_ext.method import Method, find_method
@@ -60,14 +61,17 @@ class DistributedPipeline(Pipeline):
             Ranks are numbered stage by stage. Replica c of r runs microbatches c, c + r, ...; r
             divides ``microbatches``. All start from the same weights, which is checked here. They
             sum their gradients, or average their weights: ``passes.AverageWeights``.
-        group: all ranks, stage by stage; None: the default group.
+        group: the pipeline's ranks, stage by stage: a process group, None for the default one; or
+            a ``DeviceMesh``, whose dimension ``pp`` has the stages, ``tp`` the ranks that share a
+            stage by tensor parallelism, and any other the replicas. Pipelines of other ranks are
+            independent.
         device: where the stages go, a CPU or a CUDA device on all ranks; None: they stay. Messages
             use NCCL if every rank has its own GPU, else gloo through CPU memory.
         timeout: seconds that a rank waits for another before all raise ``RankError``; at least 15
             while the pipeline is made.
 
     Attributes:
-        rank: this process's rank in the group.
+        rank: this process's rank among those of the pipeline.
         ranks: the number of ranks.
         timeout: as given.
         replicas: the number of ranks of every stage.
@@ -100,7 +104,7 @@ class DistributedPipeline(Pipeline):
         method: MethodName | str | Method = "auto",
         *,
         replicas: int | Sequence[int] | None = None,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
         device: torch.device | str | int | None = None,
         scheduler: Callable[[Any], LRScheduler] | None = None,
         microbatches: int | Literal["auto"] = "auto",
@@ -121,14 +125,8 @@ class DistributedPipeline(Pipeline):
             )
         if not timeout > 0:
             raise ValueError(f"timeout: expected a positive number of seconds, got {timeout}")
-        members = tuple(dist.get_process_group_ranks(group))
-        if len(members) != dist.get_world_size():
-            raise ValueError(
-                f"group: expected all {dist.get_world_size()} ranks of the default group, got "
-                f"{len(members)}"
-            )
-        self.rank = dist.get_rank(group)
-        self.ranks = len(members)
+        members = _members_of(group)
+        self.rank, self.ranks = members.index(dist.get_rank()), len(members)
         self.timeout = timeout
         # All ranks make their pipelines in the same order, so a count identifies this one.
         prefix = f"spectrain_ext/{'-'.join(map(str, members))}/{_made[members]}"
@@ -137,7 +135,7 @@ class DistributedPipeline(Pipeline):
         self._board = board = Board(store, self.rank, self.ranks, timeout)
         with board.run(starts=True):
             modules = [stage] if isinstance(stage, nn.Module) else list(stage)
-            all_replicas = _replicas_of(len(modules), replicas, self.ranks)
+            all_replicas, where, shards = _layout_of(group, len(modules), replicas)
             own_passes = checked_passes(passes, find_method(method))
             if any(each.own_minibatches for each in own_passes):
                 _check_averaging(all_replicas, clip_scope)
@@ -147,8 +145,16 @@ class DistributedPipeline(Pipeline):
                         "loss_fn return a pair (sum, count)"
                     )
                 clip_scope = "stage"
+            if shards is not None:
+                from .shards import TensorParallel, prepare
+
+                prepare(modules, shards)
+                own_passes = [TensorParallel(shards), *own_passes]
             settings = {"clip_scope": clip_scope, "split_dim": repr(split_dim)}
-            self._processes = Ranks(group, board, all_replicas, own_passes, clip_norm, settings)
+            self._processes = Ranks(
+                *(members, prefix, board, all_replicas, own_passes, clip_norm, settings, where),
+                sharded=shards is not None,
+            )
             self.replicas, self.replica = all_replicas.counts, self._processes.replica
             devices = None if device is None else [device] * len(modules)
             super().__init__(
@@ -212,7 +218,8 @@ class DistributedPipeline(Pipeline):
             return ()
         if batches is None:
             raise ValueError("batches: rank 0 needs them, got None")
-        if self.ranks > 1 and (share := share_of(batches)) is not None:
+        all_of_them = self.ranks == dist.get_world_size()  # else other pipelines may take the rest
+        if all_of_them and self.ranks > 1 and (share := share_of(batches)) is not None:
             raise ValueError(_needs_all(*share))
         return checked_batches(batches)
 
@@ -290,6 +297,38 @@ class DistributedPipeline(Pipeline):
         batches = minibatches([batch] * lcm(*replicas.counts), replicas, alone=False)
         self._forward_all(batches, lambda output, _: outputs.append(output), evaluates=False)
         return outputs[0] if self.places[-1].stage == replicas.stages - 1 else None
+
+
+def _listed(group: dist.ProcessGroup | DeviceMesh | None) -> list[int]:
+    """Return a group's ranks in the default group, in its order."""
+    if isinstance(group, DeviceMesh):
+        ranks: list[int] = group.mesh.flatten().tolist()
+        return ranks
+    return dist.get_process_group_ranks(group)
+
+
+def _members_of(group: dist.ProcessGroup | DeviceMesh | None) -> tuple[int, ...]:
+    members, here = sorted(_listed(group)), dist.get_rank()
+    if here not in members:
+        raise ValueError(f"group: this process is rank {here}, and not one of its {members}")
+    return tuple(members)
+
+
+def _layout_of(
+    group: dist.ProcessGroup | DeviceMesh | None,
+    stages: int,  # on each rank
+    replicas: int | Sequence[int] | None,
+) -> tuple[Replicas, str, DeviceMesh | None]:
+    """Return what ``mesh.Layout`` has, for a process group too."""
+    if isinstance(group, DeviceMesh):
+        from .mesh import layout_on
+
+        return layout_on(group, stages, replicas)
+    listed = _listed(group)
+    members = sorted(listed)
+    found = _replicas_of(stages, replicas, len(members))
+    rows = [[members.index(listed[rank]) for rank in row] for row in found.rows]
+    return Replicas(found.counts, rows=rows), "", None
 
 
 def _replicas_of(stages: int, replicas: int | Sequence[int] | None, ranks: int) -> Replicas:

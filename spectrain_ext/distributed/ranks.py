@@ -38,7 +38,7 @@ from .agreement import (
     start_of,
 )
 from .board import Board
-from .collectives import DistributedNorm, GradientSum, exchange_weights
+from .collectives import DistributedNorm, GradientSum, combine, exchange_weights
 from .ends import RemoteReceiver, RemoteSender
 from .links import Links, RankGroup, backend_of_bodies, gpu_of, open_links
 
@@ -52,19 +52,24 @@ class Ranks(Processes):
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None,
+        members: Sequence[int],  # the pipeline's ranks, in the default group
+        prefix: str,  # of this pipeline, for names of groups
         board: Board,
         replicas: Replicas,
         passes: Sequence[Pass],
         clip_norm: float | None,
         settings: Mapping[str, Any],  # others that all ranks must share
+        where: str,  # this rank's place in a mesh
+        sharded: bool,
     ) -> None:
         super().__init__(replicas, replicas.stages_on(board.rank))
         self._passes = passes
         self.takes_batches = board.rank == 0  # rank 0 also decides the length of a run
         self.own_minibatches = any(each.own_minibatches for each in passes)
-        self.replica = replicas.stage_and_replica(board.rank)[1]
-        self._group, self._board = group, board
+        self.replica = replicas.stage_and_replica(replicas.numbers_on(board.rank)[0])[1]
+        self._members, self._prefix, self._board = members, prefix, board
+        self._where = where and f"{where}: "
+        self.sharded = sharded
         self._clip_norm, self._settings = clip_norm, settings
 
     def connect(
@@ -119,7 +124,9 @@ class Ranks(Processes):
         ties = agreed_ties(board, replicas, modules, copies, of_ranks)
         check_equal_start(of_ranks, replicas)
         bodies = backend_of_bodies([rank["gpu"] for rank in of_ranks])
-        self._links = open_links(self._group, first.device, board, replicas, bodies, ties)
+        self._links = open_links(
+            *(self._members, self._prefix, first.device, board, replicas, bodies, ties)
+        )
         rank_group = self._links.replicas
         if rank_group is not None and not self.own_minibatches:
             params = [] if weights is None else weights.params
@@ -151,7 +158,18 @@ class Ranks(Processes):
         return DistributedNorm(self.replicas, self._board, self.all_ranks)
 
     def largest(self, number: float) -> float:
-        return number if self._total is None else self._total.largest(number)
+        if self._total is not None:
+            number = self._total.largest(number)
+        if not self.sharded:
+            return number
+        found = torch.tensor(number, dtype=torch.float64)
+        self.over_shards(found, dist.ReduceOp.MAX)
+        return float(found)
+
+    def over_shards(self, tensor: Tensor, how: Any = dist.ReduceOp.SUM) -> None:
+        """Combine a tensor, in place, over the ranks that share this one's replica."""
+        if self._links.shards is not None:
+            combine(tensor, self._links.shards, self._board, how)
 
     def exchange(self, message: Tensor) -> Callable[[], Sequence[Tensor]]:
         assert self._links.replicas is not None
@@ -168,9 +186,10 @@ class Ranks(Processes):
         if len(self.indices) == 1:
             return None
         # All ranks use the same order, so a rank may block on its next instruction.
-        ranks = [place.stage % self.replicas.ranks for place in places]
+        here, rows = self._board.rank, self.replicas.rows
+        ranks = [rows[place.stage][self.replicas.shard_of(here)] for place in places]
         order = device_order([schedule(place) for place in places], ranks)
-        return (at for at in order if ranks[at[0]] == self._board.rank)
+        return (at for at in order if ranks[at[0]] == here)
 
     def begin(self, run: Run) -> None:
         for receiver in _receivers(run.wires):
@@ -211,7 +230,7 @@ class Ranks(Processes):
 
     def announce(self, run: Run, stage: Stage) -> Callable[[Kind, int, int], None]:
         board, replica, count = self._board, self.replica, self.replicas.counts[stage.index]
-        before = "" if run.trains else "evaluation, "
+        before = self._where if run.trains else f"{self._where}evaluation, "
         if len(self.indices) > 1:
             before = f"stage {stage.index}, {before}"
 

@@ -106,7 +106,7 @@ def packed_message(codec: Codec, message: Message, backward: bool, *key: int) ->
         tensor if look is None or tensor is None else _packed(codec, tensor, backward, (*key, n))
         for n, (tensor, look) in enumerate(zip(tensors, looks, strict=True))
     ]
-    form = ("list", *[TENSOR] * len(tensors)) if backward else message.form
+    form = message.form or ("list", *[TENSOR] * len(tensors))
     return Message(tuple(packed), message.differentiable, (_CODED, _note(looks), form))
 
 
@@ -120,7 +120,8 @@ def unpacked_message(codec: Codec, message: Message, backward: bool) -> Message:
         tensor if like is None or tensor is None else _unpacked(codec, tensor, like, backward)
         for tensor, like in zip(message.tensors, _likes(note), strict=True)
     ]
-    return Message(tuple(tensors), message.differentiable, FLAT if backward else form)
+    plain = backward and form[0] == "list"
+    return Message(tuple(tensors), message.differentiable, FLAT if plain else form)
 
 
 def crossed(codec: Codec, value: Any, *key: int) -> Any:

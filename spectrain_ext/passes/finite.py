@@ -16,6 +16,7 @@ from spectrain_ext.pipeline.tape import ModuleBuffers
 from spectrain_ext.rng import States
 from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import Message
+from spectrain_ext.weights.storage import local_part
 
 if TYPE_CHECKING:
     from spectrain_ext.pipeline.processes import Processes
@@ -134,7 +135,8 @@ class CheckFinite(Pass):
 
     def _gradients(self) -> dict[str, Tensor]:
         named = self.stage.module.named_parameters()
-        return {name: p.grad for name, p in named if p.grad is not None}
+        parts = ((name, local_part(p)) for name, p in named)
+        return {name: p.grad for name, p in parts if p.grad is not None}
 
     def _origin_in(self, gradients: Iterable[Tensor]) -> Tensor:
         finite = all_finite(gradients, self.stage.device)

@@ -59,7 +59,7 @@ class OffloadActivations(Pass):
         return {}
 
     def saving(self, inner: AbstractContextManager[object]) -> AbstractContextManager[object]:
-        return _Saving(self._pack, self._copies.clear, inner)
+        return Saving(self._pack, self._copies.clear, inner)
 
     def calls(self, i: int, j: int, function: object, inputs: Message) -> None:
         module = self.stage.module
@@ -94,7 +94,7 @@ class OffloadActivations(Pass):
         return partial(_on_device, part, device, tensor.dtype, size, stride)
 
 
-class _Saving:
+class Saving:
     """Inside, autograd saves what ``pack`` returns, unless hooks of ``inner`` come first."""
 
     def __init__(

@@ -19,8 +19,11 @@ from spectrain_ext.method import Method, microbatches_of
 from spectrain_ext.schedule import Replicas
 
 
-def checked_stages(stages: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the stages as a list of modules; they may share parameters, but not modules."""
+def checked_stages(stages: Iterable[nn.Module], sharded: bool = False) -> list[nn.Module]:
+    """Return the stages as a list of modules; they may share parameters, but not modules.
+
+    ``sharded``: parameters may be DTensors.
+    """
     try:
         modules = list(stages)
     except TypeError:
@@ -49,6 +52,14 @@ def checked_stages(stages: Iterable[nn.Module]) -> list[nn.Module]:
                     "later one the earlier one's parameters, as head.weight = embedding.weight does"
                 )
             where = f"stages[{k}]: {f'its module {name!r}' if name else 'it'}"
+            if _is_named(part, "FSDPModule"):
+                raise TypeError(
+                    f"{where} is sharded by fully_shard (FSDP2), which frees and gathers weights "
+                    "around each forward and backward, and a pipeline's weight versions must stay "
+                    "in its own buffers; give the module without it. DistributedPipeline(..., "
+                    "replicas=...) trains replicas of a stage, group=mesh tensor-parallel ones, "
+                    "and ZeroRedundancyOptimizer shards the optimizer's state"
+                )
             for wrapper in ("DistributedDataParallel", "FullyShardedDataParallel"):
                 if not _is_named(part, wrapper):
                     continue
@@ -72,11 +83,11 @@ def checked_stages(stages: Iterable[nn.Module]) -> list[nn.Module]:
                 )
         for name, tensor in chain(module.named_parameters(), module.named_buffers()):
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-            if _is_named(tensor, "DTensor"):
+            if _is_named(tensor, "DTensor") and not (sharded and kind == "parameter"):
                 raise TypeError(
-                    f"stages[{k}]: {kind} {name!r} is a DTensor, as fully_shard (FSDP) and tensor "
-                    "parallelism make; a stage needs ordinary tensors: give the module before it "
-                    "is sharded, and DistributedPipeline(..., replicas=...) for data parallelism"
+                    f"stages[{k}]: {kind} {name!r} is a DTensor, as tensor parallelism makes; "
+                    "parameters may be DTensors in a DistributedPipeline(..., group=mesh), with a "
+                    "mesh that has the dimensions 'pp' and 'tp'"
                 )
             if tensor.is_meta:
                 raise ValueError(

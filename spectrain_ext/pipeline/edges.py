@@ -128,8 +128,8 @@ class Source:
 
     def __init__(
         self,
-        inputs: Sequence[Sender],
-        targets: Sequence[Sender],
+        inputs: Sequence[Sequence[Sender]],  # of each microbatch: to all ranks that share a replica
+        targets: Sequence[Sequence[Sender]],
         replicas: Replicas,
         settings: SourceSettings,
         whole: bool,
@@ -140,12 +140,13 @@ class Source:
         self._whole = whole  # each is a tuple of batches, which are not split
         # How many replicas train on a minibatch of their own.
         self._trained_apart = replicas.counts[0] if own_minibatches else 1
-        self._objects = all(edge.by_reference for edge in (*inputs, *targets))
+        self._edges = dict.fromkeys(edge for each in (*inputs, *targets) for edge in each)
+        self._objects = all(edge.by_reference for edge in self._edges)
         self._batch = Buffer("the caller's batch")
         # By edge: the microbatches whose targets it carries. All targets of a minibatch go in one
         # message: with 16 microbatches over two processes that takes a tenth of the time.
         self._targets: dict[Sender, list[int]] = {}
-        for n, edge in enumerate(targets):
+        for n, edge in ((n, edge) for n, each in enumerate(targets) for edge in each):
             self._targets.setdefault(edge, []).append(n)
         self._left = False  # whether the caller has left the run
 
@@ -165,7 +166,7 @@ class Source:
                 batch = next(self._batches, _NONE)
         if batch is _NONE:
             self._stop()
-            for edge in dict.fromkeys((*self._inputs, *self._targets)):
+            for edge in self._edges:
                 edge.end()
             return
         parts = self._split(batch, i)
@@ -173,8 +174,9 @@ class Source:
         sizes = [part.samples for part in parts]
         self.samples += sum(sizes)
         weights = self._weights(sizes, batch)
-        for part, weight, edge in zip(parts, weights, self._inputs, strict=False):
-            send_batch(edge, part.input, self._batch, Header(count, weight, part.samples))
+        for part, weight, edges in zip(parts, weights, self._inputs, strict=False):
+            for edge in edges:
+                send_batch(edge, part.input, self._batch, Header(count, weight, part.samples))
         for edge, numbers in self._targets.items():
             targets = [parts[n].target for n in numbers if n < count]
             if not self._whole and count > 1:

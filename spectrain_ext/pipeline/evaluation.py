@@ -33,7 +33,8 @@ def evaluated(
     with torch.random.fork_rng({device for device in pipe.devices if device.type == "cuda"}):
         pipe._forward_all(minibatches(own_batches, replicas, alone), measures)
     of_ranks = pipe._gather_from_ranks(measures.measured, "sharing the metrics of an evaluation")
-    return _means_of(chosen, of_ranks)
+    # Ranks that share a replica have measured the same.
+    return _means_of(chosen, [of_ranks[r] for r in dict.fromkeys(row[0] for row in replicas.rows)])
 
 
 def _one_replica_works(pipe: Any, stateful: bool) -> bool:

@@ -14,6 +14,8 @@ from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import Message
 
 if TYPE_CHECKING:
+    import torch
+
     from spectrain_ext.method import Method
 
 
@@ -135,6 +137,10 @@ class Pass:
     def saving(self, inner: AbstractContextManager[object]) -> AbstractContextManager[object]:
         """Return a context, around ``inner``, in which forwards save tensors for backwards."""
         return inner
+
+    def gradient_norm(self, params: Sequence[Tensor], device: torch.device) -> Tensor:
+        """Return the 2-norm of the parameters' gradients, 0-d; one pass may define this."""
+        raise NotImplementedError
 
     def weights_loaded(self) -> None:
         """Called when the pipeline has got other weights, by ``load_state_dict``."""

@@ -14,6 +14,7 @@ from spectrain_ext.method import Method, check_optimizer, factor_of, phases_of, 
 from spectrain_ext.optim import PredictingOptimizer
 from spectrain_ext.schedule import Generator, Place, Rules, count_stage, flushes
 from spectrain_ext.weights import StageMemory, StageWeights
+from spectrain_ext.weights.storage import local_part
 
 from .arguments import needed_arguments
 from .ties import Copy, copies_in
@@ -158,13 +159,14 @@ def _positive(where: str, value: object) -> float:
 
 
 def make_optimizer(
-    factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    factory: Callable[[list[Any]], torch.optim.Optimizer],
     module: nn.Module,
     k: int,
     copies: Set[Tensor] = frozenset(),
 ) -> torch.optim.Optimizer | None:
     """Return the optimizer of stage k, None if it has nothing to train but copies."""
-    params = [p for p in module.parameters() if p.requires_grad and p not in copies]
+    own = [p for p in module.parameters() if p.requires_grad and p not in copies]
+    params = [local_part(p) for p in own]
     if not params:
         return None
     with placed(f"in optimizer, for stages[{k}]"):

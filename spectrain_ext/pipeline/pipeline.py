@@ -139,10 +139,11 @@ class Pipeline(Loops):
         super().__init__()
         with deferred():
             # Check everything before moving anything.
-            modules = checked_stages(stages)
+            known = self._processes
+            modules = checked_stages(stages, known is not None and known.sharded)
             chosen = find_method(method)
             n = len(modules)
-            processes = self._processes or Processes(Replicas((1,) * n), range(n))
+            processes = known or Processes(Replicas((1,) * n, 1), range(n))
             self._passes = checked_passes(passes, chosen)
             replicas = processes.replicas
             here = dict(zip(processes.indices, modules, strict=True))

@@ -19,7 +19,8 @@ from .stage import Stage
 from .ties import Copy, TiedStages, ties_of
 from .updates import GlobalNorm
 
-#: An edge, by the replicas at both ends, numbered stage by stage; None: the caller's batches. One
+#: An edge, by the replicas at both ends, numbered stage by stage; None: the caller's batches, or
+#: the index of the rank that they go to among those that share the replica, if not the first. One
 #: of tied parameters: by None and the number of the tie.
 Ends = tuple[Traffic, int | None, int]
 
@@ -37,6 +38,7 @@ class Processes:
     replica = 0  # of its stages, the one that is here
     takes_batches = True  # whether the caller's batches come in at this process
     own_minibatches = False  # whether each replica trains on its own minibatches
+    sharded = False  # whether several processes share a stage by tensor parallelism
     receives_block = False  # a stage then loads weights before it receives
 
     def __init__(self, replicas: Replicas, indices: Sequence[int]) -> None:

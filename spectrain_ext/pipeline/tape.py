@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from spectrain_ext.rng import States
 from spectrain_ext.transport import Buffer, Header, Message, Microbatches, Receiver, Slot
 from spectrain_ext.transport.message import TENSOR, flattened, tensors_in, unflattened
+from spectrain_ext.weights.storage import local_part
 
 _DESCRIBED = 200  # characters about what a module was called with
 
@@ -192,15 +193,22 @@ def _note_values(error: Exception, **values: Any) -> None:
 
 def copied_out(value: Any, message: Message) -> Any:
     """Return the value with copies of those tensors that lie in the message's receive buffer."""
-    lent = {t.untyped_storage().data_ptr() for t in message.tensors if t is not None}
+    lent = {_address(t) for t in message.tensors if t is not None} - {None}
 
     def lies_there(tensor: Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in lent
+        return _address(tensor) in lent
 
     value = tree_map_only(Tensor, lambda t: t.clone() if lies_there(t) else t, value)
     if any(map(lies_there, tensors_in(value))):  # in a dataclass, which tree_map does not enter
         value = copy.deepcopy(value)
     return value
+
+
+def _address(tensor: Tensor) -> int | None:
+    try:
+        return local_part(tensor).untyped_storage().data_ptr()
+    except RuntimeError:  # of a collective's result that nobody has waited for
+        return None
 
 
 def activation(value: object) -> Message:

@@ -16,7 +16,7 @@ from spectrain_ext.weights import StageWeights
 from spectrain_ext.weights.storage import Content, Storage, VersionBuffer
 
 from .edges import Cursor
-from .passes import Handler
+from .passes import Handler, hooks
 from .stage import Stage
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ class Updates:
         self.divisors: dict[int, Tensor] = {}  # by minibatch, where losses are sums
         self.divisor: Tensor | None = None  # of the last update
         stage.clipped = None
+        self._norm_of = (*hooks(stage.passes, "gradient_norm"), gradient_norm)[0]
         self._gradients_read: tuple[Event, list[Tensor | None]] | None = None
 
     def handlers(self) -> dict[Kind, Handler]:
@@ -138,7 +139,7 @@ class Updates:
         predict.wait(stage.computed)
         params = () if stage.weights is None else stage.weights.params
         with predict.using(reads=(stage.weight_gradients,), writes=(buffer,)):
-            norm_here = gradient_norm(params, stage.device).double()
+            norm_here = self._norm_of(params, stage.device).double()
             number = max([each.tells(i) for each in stage.passes], default=0.0)
             norm_here = torch.stack([norm_here, torch.full_like(norm_here, number)])
         norm.give(i, stage.index, norm_here, buffer, predict)
@@ -156,7 +157,7 @@ class Updates:
             norm = self.norm.take(i, predict, stage.device)
         with predict.using(writes=(stage.weight_gradients,)):
             if not globally:
-                norm = gradient_norm(weights.params, stage.device)
+                norm = self._norm_of(weights.params, stage.device)
             # Multiplies by min(1, max_norm / (norm + 1e-6)), without a CPU wait.
             nn.utils.clip_grads_with_norm_(weights.params, max_norm, norm)
         stage.clipped = norm

@@ -50,8 +50,8 @@ class Wires:
             replicas, last = self._replicas, self._replicas.stages - 1
             parts = range(places[0].microbatches * replicas.counts[0])
             self.source = Source(
-                [self._edge(Traffic.INPUTS, None, replicas.runs(0, n)) for n in parts],
-                [self._edge(Traffic.TARGETS, None, replicas.runs(last, n)) for n in parts],
+                [self._to_shards(Traffic.INPUTS, replicas.runs(0, n)) for n in parts],
+                [self._to_shards(Traffic.TARGETS, replicas.runs(last, n)) for n in parts],
                 *(replicas, batches, evaluates, processes.own_minibatches and not evaluates),
             )
 
@@ -74,6 +74,11 @@ class Wires:
             edges.to_next = [self._edge(Traffic.ACTIVATIONS, here, b) for b in after]
             edges.gradients = [self._edge(Traffic.GRADIENTS, a, here) for a in after]
         return edges
+
+    def _to_shards(self, traffic: Traffic, b: int) -> list[Any]:
+        """Return the edges of the caller's batches to all ranks that share a replica."""
+        others = range(1, len(self._replicas.rows[b]))
+        return [self._edge(traffic, None, b), *(self.remote[traffic, n, b] for n in others)]
 
     def _edge(self, traffic: Traffic, a: int | None, b: int) -> Any:
         """Return this process's end of an edge, or the edge if both ends are here."""

@@ -45,11 +45,14 @@ class Replicas:
     Args:
         counts: replicas of every stage, each at least 1.
         ranks: fewer than stages, which then have one replica each; None: one per replica.
+        rows: the ranks of every replica by number, as many of each, if these are others: several
+            share one by tensor parallelism.
 
     Attributes:
         counts: as given.
         stages: the number of stages.
         total: the number of all replicas.
+        rows: as given.
         ranks: the number of processes.
         dealt: whether any stage has more than one replica.
 
@@ -60,12 +63,19 @@ class Replicas:
         (3, [0, 1], [1])
     """
 
-    def __init__(self, counts: Sequence[int], ranks: int | None = None) -> None:
+    def __init__(
+        self,
+        counts: Sequence[int],
+        ranks: int | None = None,
+        rows: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         self.counts = tuple(counts)
         self.stages = len(self.counts)
         self._first = [0, *accumulate(self.counts)]
         self.total = self._first[-1]
-        self.ranks = self.total if ranks is None else ranks
+        ranks = self.total if ranks is None else ranks
+        self.rows = [(n % ranks,) for n in range(self.total)] if rows is None else rows
+        self.ranks = len({rank for row in self.rows for rank in row})
         self.dealt = any(count > 1 for count in self.counts)
 
     @staticmethod
@@ -95,18 +105,25 @@ class Replicas:
         return Replicas(counts)
 
     def stage_and_replica(self, index: int) -> tuple[int, int]:
-        """Return the stage and replica of a number among all, or of a rank's first stage."""
+        """Return the stage and replica of a number among all."""
         k = bisect_right(self._first, index) - 1
         return k, index - self._first[k]
 
+    def numbers_on(self, rank: int) -> list[int]:
+        """Return the numbers of a rank's replicas: one of each of its stages."""
+        return [n for n, row in enumerate(self.rows) if rank in row]
+
     def stages_on(self, rank: int) -> list[int]:
         """Return the stages of a rank."""
-        return [self.stage_and_replica(n)[0] for n in range(rank, self.total, self.ranks)]
+        return [self.stage_and_replica(n)[0] for n in self.numbers_on(rank)]
 
-    def ranks_of(self, stage: int) -> range:
-        """Return the ranks of a stage's replicas."""
-        first = self._first[stage] % self.ranks
-        return range(first, first + self.counts[stage])
+    def ranks_of(self, stage: int) -> list[int]:
+        """Return the ranks of a stage: those of its first replica, then those of the next one."""
+        return [rank for n in self.indices_of(stage) for rank in self.rows[n]]
+
+    def shard_of(self, rank: int) -> int:
+        """Return a rank's index among those that share a replica."""
+        return self.rows[self.numbers_on(rank)[0]].index(rank)
 
     def indices_of(self, stage: int) -> range:
         """Return the numbers of a stage's replicas among all."""

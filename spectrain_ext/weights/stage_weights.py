@@ -17,7 +17,7 @@ from spectrain_ext.optim.base import Updater, updater_of
 from spectrain_ext.optim.guards import StepGuard
 from spectrain_ext.schedule import Entries, Generator, Place, Rules, count_stage, find_generator
 
-from .storage import Content, Storage, flat_nbytes, true_dtype
+from .storage import Content, Storage, flat_nbytes, local_part, true_dtype
 from .versions import Update, Versions
 
 if TYPE_CHECKING:
@@ -70,9 +70,9 @@ class StageWeights:
         self.guard = StepGuard(optimizer, scheduler)
         self._factor = factor
         self.minibatches = 0  # of training so far
-        self._names: dict[Tensor, str] = {
-            p: name for name, p in module.named_parameters() if p.requires_grad and p not in copies
-        }
+        own = [(n, p) for n, p in module.named_parameters() if p.requires_grad and p not in copies]
+        self._owners = [p for _, p in own]
+        self._names: dict[Tensor, str] = {local_part(p): name for name, p in own}
         self.params = list(self._names)
         self._master_dtype = master_dtype
         self.storage: Storage | None = None
@@ -186,7 +186,7 @@ class StageWeights:
         for p, view in self.storage.bound.flat.views.items():
             name = self._names[p]
             looks = [(each.data_ptr(), each.dtype, each.stride()) for each in (p, view)]
-            if now.get(name) is p and looks[0] == looks[1]:
+            if name in now and local_part(now[name]) is p and looks[0] == looks[1]:
                 continue
             if any(each is not self and each._holds(p) for each in _made):
                 raise RuntimeError(
@@ -224,6 +224,8 @@ class StageWeights:
         self.updater.rate_factor = 1.0
         self._bound.end()
         self.drop_gradients()
+        for p in self._owners:  # after a failure: DTensors, whose shards are ``params``
+            p.grad = None
         # A graph that the caller made before the run must not use the new weights unnoticed.
         increment_version(self.params)
 
@@ -231,6 +233,11 @@ class StageWeights:
         """Set all gradients to None; autograd then hands over new ones without a copy."""
         for p in self.params:
             p.grad = None
+
+    @property
+    def correction(self) -> object:
+        """What the rules that it follows correct gradients by."""
+        return self._rules.correction
 
     def true_weights(self) -> Mapping[Tensor, Tensor]:
         return self._bound.true_weights()

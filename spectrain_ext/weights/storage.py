@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 ALIGNMENT = 256  # bytes: for vector loads and matrix libraries
 
 
+def local_part(p: Tensor) -> Tensor:
+    """Return what this process has of a parameter: of a DTensor its shard, else all of it."""
+    part: Tensor = getattr(p, "_local_tensor", p)
+    return part
+
+
 class Flat:
     """One buffer per dtype, with a view per parameter that has its shape and strides."""
 
@@ -211,6 +217,24 @@ class Storage:
         if buffer.watch is None:  # it remembers addresses
             buffer.watch = _C.Watch(tuple(self.params))
 
+    def in_bound(self, weight: Tensor) -> Callable[[], Tensor] | None:
+        """Return what reads a weight in the buffer that is bound then; None: it is no weight."""
+        try:
+            at = self.addresses.get(weight.untyped_storage().data_ptr())
+        except (NotImplementedError, RuntimeError):  # a sparse tensor has none
+            return None
+        if at is None:
+            return None
+        number, first = at
+        offset = int(weight.storage_offset()) - first
+        return partial(self._in_bound, number, weight.size(), weight.stride(), offset)
+
+    def _in_bound(
+        self, number: int, size: tuple[int, ...], stride: tuple[int, ...], offset: int
+    ) -> Tensor:
+        buffer = self.bound.flat.buffers[number]
+        return buffer.as_strided(size, stride, int(buffer.storage_offset()) + offset)
+
     # A run.
 
     def begin(self) -> None:
@@ -360,25 +384,14 @@ class SavedWeights:
         self._hooks = None
 
     def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
-        try:
-            at = self._storage.addresses.get(tensor.untyped_storage().data_ptr())
-        except (NotImplementedError, RuntimeError):  # a sparse tensor has none
-            at = None
-        if at is not None:
-            buffer, first = at
-            offset = int(tensor.storage_offset()) - first
-            return partial(self._in_bound, buffer, tensor.size(), tensor.stride(), offset)
+        weight = self._storage.in_bound(tensor)
+        if weight is not None:
+            return weight
         if self._outer is not None:
             pack, unpack = self._outer
             return partial(unpack, pack(tensor))
         # Not the tensor itself: if a node saved its own output, that would keep the node alive.
         return partial(unchanged, tensor.detach(), tensor._version)
-
-    def _in_bound(
-        self, number: int, size: tuple[int, ...], stride: tuple[int, ...], offset: int
-    ) -> Tensor:
-        buffer = self._storage.bound.flat.buffers[number]
-        return buffer.as_strided(size, stride, int(buffer.storage_offset()) + offset)
 
 
 def unpacked(packed: Callable[[], Tensor]) -> Tensor:

@@ -11,6 +11,8 @@ import os
 import threading
 from collections import Counter, defaultdict
 from contextlib import nullcontext
+from graphlib import TopologicalSorter
+from itertools import pairwise
 from queue import SimpleQueue
 from types import SimpleNamespace
 
@@ -35,7 +37,7 @@ MESSAGE = Message((torch.ones(16),), (False,))
 
 
 class Group:
-    """Replaces a process group; ``number``: all ranks make them in one order."""
+    """Replaces a process group; ``number``: its name, which its members agree on."""
 
     def __init__(self, number, ranks, backend):
         self.number, self.ranks, self.backend = number, ranks, backend
@@ -75,13 +77,12 @@ def opened(monkeypatch, counts, bodies):
     all_ranks, found = list(range(replicas.ranks)), []
     monkeypatch.setattr(dist, "ProcessGroup", Group)
     monkeypatch.setattr(dist, "group", Default())
-    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: all_ranks)
     for rank in all_ranks:
-        made, uses = itertools.count(), []
+        uses = []
 
-        def new_group(ranks, timeout, backend, made=made, rank=rank, **_):
-            group = Group(next(made), tuple(ranks), backend)
-            return group if rank in ranks else object()
+        def new_group(ranks, timeout, backend, rank=rank, **_):
+            assert rank in ranks
+            return Group(links_module._world.group_count, tuple(ranks), backend)
 
         def use(what, uses=uses):
             return lambda *given, group: uses.append((what, group, *given[1:]))
@@ -89,7 +90,9 @@ def opened(monkeypatch, counts, bodies):
         monkeypatch.setattr(dist, "new_group", new_group)
         for what in ("send", "recv", "all_reduce"):
             monkeypatch.setattr(dist, what, use(what))
-        links = links_module.open_links(None, CPU, unwatched(rank), replicas, bodies, ())
+        links = links_module.open_links(
+            all_ranks, "test", CPU, unwatched(rank), replicas, bodies, ()
+        )
         found.append((links, uses))
     return found
 
@@ -105,7 +108,7 @@ def test_a_group_is_first_used_as_it_will_be(bodies, monkeypatch):
         firsts = all_opened[0][0].edges
         assert {e.ends[2] for e in firsts if e.what is Traffic.TARGETS} == from_rank_0
         assert {e.ends[2] for e in firsts if e.what is Traffic.INPUTS} == set(range(1, counts[0]))
-        names = {}
+        names, all_orders = {}, TopologicalSorter()
         for rank, (links, uses) in enumerate(all_opened):
             expected = []
             for link in links.edges:
@@ -119,8 +122,9 @@ def test_a_group_is_first_used_as_it_will_be(bodies, monkeypatch):
                 for group in {each.host, each.device}:
                     expected.append(("all_reduce", group))
             assert Counter(uses) == Counter(expected)
-            order = [group.number for _, group, *_ in uses]
-            assert order == sorted(order)
+            for before, after in pairwise(group.number for _, group, *_ in uses):
+                all_orders.add(after, before)
+        all_orders.prepare()
 
 
 def edge(host, device, staged=False):
@@ -267,7 +271,7 @@ def free_late(rank, ranks):
     board = Board(dist.PrefixStore("test", _get_default_store()), rank, ranks, 30.0)
     with board.run(starts=True):
         pass
-    links = links_module.open_links(None, CPU, board, Replicas((1, 1)), "gloo", ())
+    links = links_module.open_links([0, 1], "test", CPU, board, Replicas((1, 1)), "gloo", ())
     (link,) = (link for link in links.edges if link.name == "edge 0 -> 1")
     with board.run():
         if rank == 0:
@@ -330,7 +334,7 @@ def test_what_groups_of_nccl_are_made_with(setting, on_error, monkeypatch):
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     board = unwatched(0)
-    opener = links_module._Opener([0, 1, 2], board, [("gloo", CPU), ("nccl", CPU)])
+    opener = links_module._Opener([0, 1, 2], "test", board, [("gloo", CPU), ("nccl", CPU)])
     opener.open("edge", (0, 1), lambda *_: None)
     opener.open("replicas", (0, 1, 2), links_module._sum)
     assert os.environ == before

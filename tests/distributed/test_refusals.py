@@ -185,8 +185,8 @@ ROWS = {
             REPLICAS.format(0) + "the optimizer's 'lr' of parameter group 0 is 0.2 on rank 0 and",
         ),
         (
-            lambda r: make(r, group=dist.new_group([0, 1])),
-            "group: expected all 4 ranks of the default group, got 2",
+            lambda r: make(r, group=[*map(dist.new_group, ([0, 1], [2, 3]))][1 - r // 2]),
+            "group: this process is rank 0, and not one of its [2, 3]",
         ),
         (
             lambda r: tied_to(r // 2, "weight", replicas=[2, 2], microbatches=2),

@@ -1,0 +1,226 @@
+"""Trains stages that several ranks share by tensor parallelism: their parameters are DTensors.
+
+What a rank has of a DTensor is an ordinary tensor, its shard. Optimizers, versions of weights and
+messages hold shards; the module alone sees DTensors, whose local tensors these are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from spectrain_ext.operators.averaging import in_a_row, taken_apart
+from spectrain_ext.operators.corrections import AdaptiveBraking
+from spectrain_ext.passes.offload import Saving
+from spectrain_ext.pipeline.passes import Handler, Pass
+from spectrain_ext.pipeline.updates import gradient_norm
+from spectrain_ext.schedule import Kind
+from spectrain_ext.transport import Message
+from spectrain_ext.weights.storage import local_part, unchanged
+
+if TYPE_CHECKING:
+    from spectrain_ext.pipeline.stage import Stage
+    from spectrain_ext.pipeline.stage_run import StageRun
+
+    from .ranks import Ranks
+
+#: Optimizers that treat each element by itself, so that a shard is updated as in the whole tensor.
+_ELEMENTWISE = frozenset(
+    (
+        *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop"),
+        *("ASGD", "Rprop"),
+    )
+)
+# Marks the form of a message with shards; a note of what each was comes next.
+_SHARDED = "sharded"
+
+
+def prepare(modules: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+    """Make the shards of all DTensors parameters themselves, for optimizers and weight versions.
+
+    Raises:
+        ValueError: a DTensor that is not on this mesh, or is a sum that is not complete.
+    """
+    for k, module in enumerate(modules):
+        for name, p in module.named_parameters():
+            if not isinstance(p, DTensor):
+                continue
+            what = f"stage: parameter {name!r}{f' of stage {k} here' if len(modules) > 1 else ''}"
+            if p.device_mesh != mesh:
+                raise ValueError(
+                    f"{what} is a DTensor on {p.device_mesh}; expected the dimension 'tp' of the "
+                    f"mesh that the pipeline got as group, {mesh}"
+                )
+            if not isinstance(p.placements[0], (Shard, Replicate)):
+                raise ValueError(
+                    f"{what} is placed as {p.placements[0]}; expected Shard or Replicate"
+                )
+            if not isinstance(p._local_tensor, nn.Parameter):
+                p._local_tensor = nn.Parameter(p._local_tensor, requires_grad=p.requires_grad)
+
+
+def is_sharded(p: Tensor) -> bool:
+    return isinstance(p, DTensor) and isinstance(p.placements[0], Shard)
+
+
+class TensorParallel(Pass):
+    """Makes shards of DTensors that leave a stage's module, and DTensors of those that enter it."""
+
+    _over_shards: Callable[[Tensor], None]
+    _trained: list[DTensor]
+    _sharded: set[Tensor]  # shards of parameters that are not replicated
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+
+    def on(self, stage: Stage, processes: Ranks) -> Self:
+        made = super().on(stage, processes)
+        made._over_shards = processes.over_shards
+        every = [p for p in stage.module.parameters() if isinstance(p, DTensor)]
+        made._trained = [p for p in every if p.requires_grad]
+        made._sharded = {local_part(p) for p in every if is_sharded(p)}
+        weights = stage.weights
+        if weights is not None and made._sharded.intersection(weights.params):
+            _check_optimizer(stage)
+        return made
+
+    # A run.
+
+    def begin(self, run: StageRun) -> Mapping[Kind, Handler]:
+        self._run = run
+        for p in self._trained:
+            p.grad = None
+        return dict.fromkeys((Kind.BACKWARD, Kind.BACKWARD_WEIGHTS), self._collect)
+
+    def _collect(self, i: int, j: int) -> None:
+        """After a minibatch's last backward: give the shards their gradients, complete sums."""
+        stage = self.stage
+        if j < len(self._run.cursor.shares[i]) - 1:
+            return
+        parts: dict[Tensor, Tensor] = {}  # of sums, by shard
+        gradient: Any  # a DTensor
+        with stage.computing(writes=(stage.weight_gradients,)), torch.no_grad():
+            for p in self._trained:
+                gradient, p.grad = p.grad, None
+                if gradient is None:
+                    continue
+                if gradient.placements == (Partial(),) and not is_sharded(p):
+                    parts[local_part(p)] = gradient.to_local()
+                    continue
+                gradient = gradient.redistribute(placements=p.placements)
+                local_part(p).grad = gradient.to_local()
+            if parts:  # of norms and biases, with sequence parallelism: one collective for all
+                row = in_a_row([*parts.values()])
+                self._over_shards(row)
+                for shard, gradient in zip(parts, taken_apart(row, [*parts]), strict=True):
+                    shard.grad = gradient.to(shard.dtype)
+
+    def gradient_norm(self, params: Sequence[Tensor], device: torch.device) -> Tensor:
+        """Return the 2-norm of whole gradients: replicated ones count once."""
+        of_shards = gradient_norm([p for p in params if p in self._sharded], device)
+        squares = of_shards.double().square()
+        self._over_shards(squares)
+        of_others = gradient_norm([p for p in params if p not in self._sharded], device)
+        return (squares + of_others.double().square()).sqrt().to(of_shards.dtype)
+
+    # Messages carry shards, and a note of what they are part of.
+
+    def sends_activation(self, i: int, j: int, message: Message) -> Message:
+        return _taken_apart(message)
+
+    def received_activation(self, message: Message) -> Message:
+        return _put_together(message, self._mesh)
+
+    def sends_gradient(self, i: int, j: int, message: Message) -> Message:
+        return _taken_apart(message)
+
+    def received_gradient(self, i: int, message: Message) -> Message:
+        return _put_together(message, self._mesh)
+
+    # What autograd saves of a weight is a DTensor, too.
+
+    def saving(self, inner: AbstractContextManager[object]) -> AbstractContextManager[object]:
+        return Saving(self._pack, lambda: None, inner)
+
+    def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Note where in its buffer a weight's shard is, as ``SavedWeights`` does for others."""
+        storage = self.stage.storage
+        if isinstance(tensor, DTensor) and storage is not None:
+            shard = local_part(tensor.detach())
+            found = storage.in_bound(shard)
+            if found is not None:
+                return partial(_whole_again, found, tensor._spec)
+        return partial(unchanged, tensor.detach(), tensor._version)
+
+
+def _whole_again(shard: Callable[[], Tensor], spec: Any) -> Tensor:
+    return DTensor(shard(), spec, requires_grad=False)
+
+
+def _check_optimizer(stage: Stage) -> None:
+    weights = stage.weights
+    assert weights is not None
+    # ZeroRedundancyOptimizer has one of its own.
+    optimizer = getattr(weights.optimizer, "optim", weights.optimizer)
+    kind = type(optimizer)
+    ours = kind.__module__.startswith(("torch.optim", "spectrain_ext.optim"))
+    if not (ours and kind.__name__ in _ELEMENTWISE):
+        raise ValueError(
+            f"optimizer: stages[{stage.index}] has a {kind.__name__}, and shards of weights; it "
+            "may need whole matrices, or the lengths of whole tensors. Expected one that treats "
+            f"each element by itself: {', '.join(sorted(_ELEMENTWISE))}"
+        )
+    if isinstance(weights.correction, AdaptiveBraking):
+        raise ValueError(
+            f"method: stages[{stage.index}] has shards of weights, and AdaptiveBraking needs the "
+            "angles of whole gradients; expected another correction, or none"
+        )
+
+
+def _taken_apart(message: Message) -> Message:
+    """Return the message with shards in the place of DTensors; one without any is unchanged."""
+    if not any(isinstance(tensor, DTensor) for tensor in message.tensors):
+        return message
+    shards: list[Tensor | None] = []
+    notes: list[Any] = []
+    with torch.no_grad():
+        for tensor in message.tensors:
+            if isinstance(tensor, DTensor):
+                if isinstance(tensor.placements[0], Partial):
+                    tensor = tensor.redistribute(placements=[Replicate()])
+                placement = tensor.placements[0]
+                dim = placement.dim if isinstance(placement, Shard) else None
+                notes.append([dim, list(tensor.shape), list(tensor.stride())])
+                tensor = tensor.to_local()
+            else:
+                notes.append(None)
+            shards.append(tensor)
+    form = _SHARDED, json.dumps(json.dumps(notes)), message.form
+    return Message(tuple(shards), message.differentiable, form)
+
+
+def _put_together(message: Message, mesh: DeviceMesh) -> Message:
+    if not isinstance(message.form, tuple) or message.form[:1] != (_SHARDED,):
+        return message
+    _, note, form = message.form
+    tensors: list[Tensor | None] = []
+    for tensor, what in zip(message.tensors, json.loads(json.loads(note)), strict=True):
+        if tensor is None or what is None:
+            tensors.append(tensor)
+            continue
+        dim, shape, stride = what[0], torch.Size(what[1]), tuple(what[2])
+        placement: Placement = Replicate() if dim is None else Shard(dim)
+        tensors.append(
+            DTensor.from_local(
+                tensor, mesh, [placement], run_check=False, shape=shape, stride=stride
+            )
+        )
+    return Message(tuple(tensors), message.differentiable, form)
