@@ -41,13 +41,16 @@ from .failures import (
     describe_error,
     find_culprit,
     is_broken_connection,
+    is_broken_inside,
     this_process,
+    waits_inside,
     wake_stopped,
     write_report,
 )
 from .store import CONNECT_SECONDS, connection
 
 FAILED = "failed"  # the store's key of the first cause
+SHARES = "a rank that computes the stage with it"
 
 
 class Board:
@@ -140,6 +143,8 @@ class Board:
                 self._wait_for_all(to_do)
             self.set_action("the caller's program")
         except BaseException as error:
+            if is_broken_inside(error):
+                self.lost(None, SHARES, error)
             if not isinstance(error, RankError):
                 what = str(error) if isinstance(error, StageError) else describe_error(error)
                 mine = Cause(self.rank, f"{self.action()}: {what}")
@@ -388,6 +393,8 @@ class Board:
 
     def _beat(self) -> Heartbeat:
         now, waits = monotonic(), None if self._failure else self.waits
+        if waits is None and not self._failure and waits_inside():
+            waits = None, SHARES, now
         return Heartbeat(
             *(b"", now, self.action(), now - self._steps[-1][1], waits and waits[:2]),
             *(*self._shared, self.cause is not None, this_process()),

@@ -17,6 +17,8 @@ from time import monotonic
 from typing import Any, NamedTuple
 from uuid import uuid4
 
+from spectrain_ext.errors import StageError
+
 #: Instructions that a rank remembers, and characters of its stacks.
 LAST = 32
 STACK_CHARACTERS = 2**15
@@ -67,6 +69,21 @@ def is_broken_connection(error: BaseException) -> bool:
         frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)
     ]
     return modules != [] and modules[-1].startswith(("torch.distributed.", f"{__package__}."))
+
+
+def is_broken_inside(error: BaseException) -> bool:
+    """Whether a stage failed because a collective of its own, as of tensor parallelism, broke."""
+    cause = error.__cause__ if isinstance(error, StageError) else None
+    # Its text tells: from autograd, the last frame is that of the backward.
+    broken = "/gloo/" in str(cause) or "caused pair closure" in str(cause)
+    return cause is not None and (broken or type(cause).__module__ == "torch.distributed")
+
+
+def waits_inside() -> bool:
+    """Whether the main thread is in a collective of a stage's module, as of tensor parallelism."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    names = (each.f_globals.get("__name__") for each, _ in traceback.walk_stack(frame))
+    return frame is not None and "torch.distributed._functional_collectives" in names
 
 
 def this_process() -> list[Any]:

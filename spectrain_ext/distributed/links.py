@@ -238,10 +238,7 @@ class _Opener(NamedTuple):
             ranks = [self.ranks[r] for r in members]
             with _by_itself(f"{self.prefix}/{name}/{ranks}/{backend}"):
                 made: dist.ProcessGroup = dist.new_group(ranks, longer, backend, **settings)
-            if backend == "gloo":
-                board.disconnects.append(partial(_disconnect, made))
-            else:
-                board.aborts.append(made.abort)
+            break_on_failure(made, board)
             # Connect now, without a message's short deadline, and before the next group.
             stream = callers_stream(device)
             with stream.using():
@@ -249,6 +246,14 @@ class _Opener(NamedTuple):
             stream.synchronize()
         board.check()  # an abort also ends the first use
         return made
+
+
+def break_on_failure(group: dist.ProcessGroup, board: Board) -> None:
+    """End all waits in a group once a rank has failed."""
+    if dist.get_backend(group) == "gloo":
+        board.disconnects.append(partial(_disconnect, group))
+    else:
+        board.aborts.append(group.abort)
 
 
 def _disconnect(group: dist.ProcessGroup) -> None:

@@ -153,7 +153,7 @@ class DistributedPipeline(Pipeline):
             settings = {"clip_scope": clip_scope, "split_dim": repr(split_dim)}
             self._processes = Ranks(
                 *(members, prefix, board, all_replicas, own_passes, clip_norm, settings, where),
-                sharded=shards is not None,
+                shards=None if shards is None else shards.get_group(),
             )
             self.replicas, self.replica = all_replicas.counts, self._processes.replica
             devices = None if device is None else [device] * len(modules)

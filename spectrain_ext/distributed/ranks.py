@@ -40,7 +40,7 @@ from .agreement import (
 from .board import Board
 from .collectives import DistributedNorm, GradientSum, combine, exchange_weights
 from .ends import RemoteReceiver, RemoteSender
-from .links import Links, RankGroup, backend_of_bodies, gpu_of, open_links
+from .links import Links, RankGroup, backend_of_bodies, break_on_failure, gpu_of, open_links
 
 
 class Ranks(Processes):
@@ -60,7 +60,7 @@ class Ranks(Processes):
         clip_norm: float | None,
         settings: Mapping[str, Any],  # others that all ranks must share
         where: str,  # this rank's place in a mesh
-        sharded: bool,
+        shards: dist.ProcessGroup | None,  # in which modules of this stage's ranks compute together
     ) -> None:
         super().__init__(replicas, replicas.stages_on(board.rank))
         self._passes = passes
@@ -69,7 +69,7 @@ class Ranks(Processes):
         self.replica = replicas.stage_and_replica(replicas.numbers_on(board.rank)[0])[1]
         self._members, self._prefix, self._board = members, prefix, board
         self._where = where and f"{where}: "
-        self.sharded = sharded
+        self._shards, self.sharded = shards, shards is not None
         self._clip_norm, self._settings = clip_norm, settings
 
     def connect(
@@ -127,6 +127,8 @@ class Ranks(Processes):
         self._links = open_links(
             *(self._members, self._prefix, first.device, board, replicas, bodies, ties)
         )
+        if self._shards is not None:
+            break_on_failure(self._shards, board)
         rank_group = self._links.replicas
         if rank_group is not None and not self.own_minibatches:
             params = [] if weights is None else weights.params
@@ -186,10 +188,10 @@ class Ranks(Processes):
         if len(self.indices) == 1:
             return None
         # All ranks use the same order, so a rank may block on its next instruction.
-        here, rows = self._board.rank, self.replicas.rows
-        ranks = [rows[place.stage][self.replicas.shard_of(here)] for place in places]
+        rounds = len(places) // len(self.indices)  # ranks with a stage each
+        ranks = [place.stage % rounds for place in places]
         order = device_order([schedule(place) for place in places], ranks)
-        return (at for at in order if ranks[at[0]] == here)
+        return (at for at in order if at[0] in self.indices)
 
     def begin(self, run: Run) -> None:
         for receiver in _receivers(run.wires):

@@ -18,9 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from spectrain_ext.operators.averaging import in_a_row, taken_apart
-from spectrain_ext.operators.corrections import AdaptiveBraking
+from spectrain_ext.optim import PredictingOptimizer
 from spectrain_ext.passes.offload import Saving
 from spectrain_ext.pipeline.passes import Handler, Pass
+from spectrain_ext.pipeline.ties import ATTRIBUTE
 from spectrain_ext.pipeline.updates import gradient_norm
 from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import Message
@@ -44,27 +45,41 @@ _SHARDED = "sharded"
 
 
 def prepare(modules: Sequence[nn.Module], mesh: DeviceMesh) -> None:
-    """Make the shards of all DTensors parameters themselves, for optimizers and weight versions.
+    """Give the shards of all DTensors to optimizers and weight versions, as tensors of their own.
 
     Raises:
-        ValueError: a DTensor that is not on this mesh, or is a sum that is not complete.
+        ValueError: a DTensor that is not on this mesh, is a sum that is not complete, or is tied to
+            another stage; or a compiled module.
     """
-    for k, module in enumerate(modules):
+    owners: dict[Tensor, nn.Module] = {}
+    for module in modules:
+        for name, part in module.named_modules():
+            if "_orig_mod" in part._modules or part._compiled_call_impl is not None:
+                raise ValueError(
+                    f"stage: {f'its module {name!r}' if name else 'it'} is compiled; torch.compile "
+                    "cannot trace DTensors whose shards lie in one buffer, as a pipeline's do "
+                    "(torch 2.13); give tensor-parallel stages uncompiled"
+                )
         for name, p in module.named_parameters():
             if not isinstance(p, DTensor):
                 continue
-            what = f"stage: parameter {name!r}{f' of stage {k} here' if len(modules) > 1 else ''}"
+            what = f"stage: parameter {name!r}, a DTensor,"
             if p.device_mesh != mesh:
                 raise ValueError(
-                    f"{what} is a DTensor on {p.device_mesh}; expected the dimension 'tp' of the "
-                    f"mesh that the pipeline got as group, {mesh}"
+                    f"{what} is on {p.device_mesh}; expected the dimension 'tp' of the mesh that "
+                    f"the pipeline got as group, {mesh}"
                 )
             if not isinstance(p.placements[0], (Shard, Replicate)):
                 raise ValueError(
                     f"{what} is placed as {p.placements[0]}; expected Shard or Replicate"
                 )
-            if not isinstance(p._local_tensor, nn.Parameter):
-                p._local_tensor = nn.Parameter(p._local_tensor, requires_grad=p.requires_grad)
+            if name in getattr(module, ATTRIBUTE, {}) or owners.setdefault(p, module) is not module:
+                raise ValueError(
+                    f"{what} is tied to another stage; leave tied weights out of the plan of both "
+                    "stages, or untie them"
+                )
+            # No view, as its data will be replaced.
+            p._local_tensor = p._local_tensor.detach().requires_grad_(p.requires_grad)
 
 
 def is_sharded(p: Tensor) -> bool:
@@ -89,7 +104,9 @@ class TensorParallel(Pass):
         made._sharded = {local_part(p) for p in every if is_sharded(p)}
         weights = stage.weights
         if weights is not None and made._sharded.intersection(weights.params):
-            _check_optimizer(stage)
+            _check_optimizer(weights.optimizer, stage.index)
+        if weights is not None and isinstance(weights.optimizer, PredictingOptimizer):
+            weights.optimizer.whole_lengths = made._whole_lengths
         return made
 
     # A run.
@@ -131,6 +148,13 @@ class TensorParallel(Pass):
         of_others = gradient_norm([p for p in params if p not in self._sharded], device)
         return (squares + of_others.double().square()).sqrt().to(of_shards.dtype)
 
+    def _whole_lengths(self, params: Sequence[Tensor], lengths: Tensor) -> Tensor:
+        sharded = [n for n, p in enumerate(params) if p in self._sharded]
+        squares = lengths[..., sharded].square()
+        self._over_shards(squares)
+        lengths[..., sharded] = squares.sqrt()
+        return lengths
+
     # Messages carry shards, and a note of what they are part of.
 
     def sends_activation(self, i: int, j: int, message: Message) -> Message:
@@ -165,23 +189,14 @@ def _whole_again(shard: Callable[[], Tensor], spec: Any) -> Tensor:
     return DTensor(shard(), spec, requires_grad=False)
 
 
-def _check_optimizer(stage: Stage) -> None:
-    weights = stage.weights
-    assert weights is not None
-    # ZeroRedundancyOptimizer has one of its own.
-    optimizer = getattr(weights.optimizer, "optim", weights.optimizer)
-    kind = type(optimizer)
+def _check_optimizer(optimizer: torch.optim.Optimizer, k: int) -> None:
+    kind = type(getattr(optimizer, "optim", optimizer))  # ZeroRedundancyOptimizer has one
     ours = kind.__module__.startswith(("torch.optim", "spectrain_ext.optim"))
     if not (ours and kind.__name__ in _ELEMENTWISE):
         raise ValueError(
-            f"optimizer: stages[{stage.index}] has a {kind.__name__}, and shards of weights; it "
+            f"optimizer: stages[{k}] has a {kind.__name__}, and shards of weights; it "
             "may need whole matrices, or the lengths of whole tensors. Expected one that treats "
             f"each element by itself: {', '.join(sorted(_ELEMENTWISE))}"
-        )
-    if isinstance(weights.correction, AdaptiveBraking):
-        raise ValueError(
-            f"method: stages[{stage.index}] has shards of weights, and AdaptiveBraking needs the "
-            "angles of whole gradients; expected another correction, or none"
         )
 
 

@@ -244,8 +244,7 @@ class AdaptiveBraking(Correction):
     def brake_(
         self,
         gradients: Sequence[Tensor],
-        momenta: Sequence[Tensor],
-        apart: Tensor,  # the lengths of gradients - momenta, in float64
+        lengths: Tensor,  # of gradients, momenta, and their differences, float64 [3, n]
         maximize: bool = False,
     ) -> None:
         """Scale gradients in place by their angles with the momentum before this step.
@@ -253,10 +252,7 @@ class AdaptiveBraking(Correction):
         All are on one device. A step that maximizes has the momentum of negated gradients.
         """
         strength = -self.strength if maximize else self.strength
-        g, v = (
-            torch.stack(torch._foreach_norm(list(these), 2, dtype=torch.float64))
-            for these in (gradients, momenta)
-        )
+        g, v, apart = lengths
         # By the law of cosines, with a rounding error of 1e-16*(g/v + v/g): negligible if v is
         # longer; next to a far longer g the angle is unknown and counts as 90 degrees.
         cosines = ((g * g + v * v - apart * apart) / (2.0 * g * v)).clamp_(-1.0, 1.0)

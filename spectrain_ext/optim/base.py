@@ -14,7 +14,7 @@ from spectrain_ext.operators.calls import bump_versions
 from spectrain_ext.operators.laws import Horizon, Law, as_law
 
 from .guards import Ordered, SaveGuard, exclusive, hooked, without_compiler
-from .launch import Launch, Launches
+from .launch import Launch, Launches, Lengths
 from .parameters import Binding, Parameters, Views
 from .state import (
     Rule,
@@ -54,6 +54,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     _parameters: Parameters
     _launches: Launches
     rate_factor: float  # on the groups' learning rates, in steps and predictions until `unbind`
+    whole_lengths: Lengths = staticmethod(lambda params, lengths: lengths)  # unless they are shards
     has_modes = False  # whether training and evaluation have different weights, see `Foreign`
 
     def __init__(self, *args: Any, momentum_dtype: torch.dtype | None = None, **more: Any) -> None:
@@ -235,7 +236,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
             launch.read_gradients()
         for launch in launches:
             if launch.is_special:
-                launch.before_step(templates, self.param_groups)
+                launch.before_step(templates, self.param_groups, self.whole_lengths)
             launch.prepare_step(templates, law)
 
         # From here on nothing can be refused.

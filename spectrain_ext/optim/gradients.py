@@ -13,7 +13,7 @@ from spectrain_ext.operators.corrections import AdaptiveBraking, Correction, Lat
 from spectrain_ext.operators.functions import distance
 from spectrain_ext.operators.numbers import Adam
 
-from .launch import Launch, Prepared
+from .launch import Launch, Lengths, Prepared
 from .state import Group, State, empty_like
 
 
@@ -32,27 +32,34 @@ class BrakedLaunch(Launch):
     is_special = True
 
     @torch.no_grad()
-    def before_step(self, templates: Sequence[Any], groups: Sequence[dict[str, Any]]) -> None:
+    def before_step(
+        self, templates: Sequence[Any], groups: Sequence[dict[str, Any]], whole: Lengths
+    ) -> None:
         braking = self.parameters.correction
         assert isinstance(braking, AdaptiveBraking) and self._buffers is not None
         for cohort in self.cohorts:
             rows = cohort.rows if cohort.started else ()
-            pairs = [
-                (g, self._buffers[0][row])
+            found = [
+                (g, self._buffers[0][row], self.params[row])
                 for row in rows
                 if (g := self.params[row].grad) is not None
             ]
-            if not pairs:
+            if not found:
                 continue
-            gradients, momenta = zip(*pairs, strict=True)
+            gradients, momenta, params = zip(*found, strict=True)
             laid_out = [
                 g
                 if g.dtype == v.dtype and g.stride() == v.stride()
                 else torch.empty_like(v).copy_(g)
-                for g, v in pairs
+                for g, v, _ in found
             ]
             each, _ = distance(momenta, [laid_out])
-            braking.brake_(gradients, momenta, each[0], templates[cohort.group].maximize)
+            norms = [
+                torch.stack(torch._foreach_norm(list(these), 2, dtype=torch.float64))
+                for these in (gradients, momenta)
+            ]
+            lengths = whole(params, torch.stack([*norms, each[0]]))
+            braking.brake_(gradients, lengths, templates[cohort.group].maximize)
         self.read_gradients()  # again: those of another layout had been copied
 
 
@@ -61,7 +68,9 @@ class CorrectedLaunch(Launch):
 
     is_special = True
 
-    def before_step(self, templates: Sequence[Any], groups: Sequence[dict[str, Any]]) -> None:
+    def before_step(
+        self, templates: Sequence[Any], groups: Sequence[dict[str, Any]], whole: Lengths
+    ) -> None:
         """Keep each group's largest learning rate so far in the group, so that it is saved."""
         correction = self.parameters.correction
         assert correction is not None

@@ -25,6 +25,9 @@ from spectrain_ext.operators.numbers import Sgd
 from .parameters import Parameters, Views
 from .state import Group, Rule, Scalars, State, empty_like
 
+#: Makes lengths of whole tensors, float64 [..., n], of those of what n parameters have here.
+Lengths = Callable[[Sequence[Tensor], Tensor], Tensor]
+
 _STILL = Linear(0)  # for weights that were never updated
 _gradient = attrgetter("grad")
 
@@ -203,7 +206,9 @@ class Launch:
 
     is_special = False  # whether this is one of them; saves plain ones the calls
 
-    def before_step(self, templates: Sequence[Any], groups: Sequence[dict[str, Any]]) -> None:
+    def before_step(
+        self, templates: Sequence[Any], groups: Sequence[dict[str, Any]], whole: Lengths
+    ) -> None:
         """Change gradients or groups before the step is prepared."""
 
     def pass_gradients(

@@ -198,7 +198,7 @@ class CheckFinite(Pass):
 
 def all_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Whether all numbers are finite, 0-d: tests minimum and maximum, which do not overflow."""
-    values = [t._values() if t.is_sparse else t for t in tensors]
+    values = [t._values() if t.is_sparse else local_part(t) for t in tensors]
     real = [torch.view_as_real(t) if t.is_complex() else t for t in values if t.numel()]
     ends = [end.double() for t in real for end in torch.aminmax(t)]
     return torch.stack([torch.zeros((), device=device).double(), *ends]).isfinite().all()

@@ -35,7 +35,7 @@ class OffloadActivations(Pass):
     costs time.
 
     Raises:
-        ValueError: with ``recompute=True``, which saves nothing to move.
+        ValueError: with ``recompute=True``, which saves nothing to move, or tensor parallelism.
 
     Example:
         >>> sgd = lambda params: st.optim.SGD(params, lr=0.1)
@@ -49,6 +49,11 @@ class OffloadActivations(Pass):
             raise ValueError(
                 "OffloadActivations: with recompute=True, which keeps no activations, there are "
                 "none to move; give one of the two, or checkpoint blocks in the stages"
+            )
+        if processes.sharded:
+            raise ValueError(
+                "OffloadActivations: it does not move the shards that tensor-parallel stages save; "
+                "give recompute=True, or checkpoint blocks in the stages"
             )
         return super().on(stage, processes)
 

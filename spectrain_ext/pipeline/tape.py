@@ -278,6 +278,8 @@ def checked_loss(returned: object, device: torch.device) -> tuple[Tensor, Tensor
     count: Any = None
     if isinstance(returned, tuple) and len(returned) == 2:
         loss, count = returned
+    if local_part(loss) is not loss:  # a DTensor
+        loss = loss.full_tensor()
     if not isinstance(loss, Tensor):
         raise TypeError(
             "loss_fn must return a 0-d tensor, or a pair (sum, count), got a "

@@ -113,7 +113,8 @@ def ties_of(members: Iterable[Member]) -> list[TiedStages]:
 
 def look_of(p: nn.Parameter) -> list[object]:
     """Return what a copy and its original must have in common, as JSON types."""
-    return [list(p.shape), str(p.dtype).removeprefix("torch."), p.requires_grad]
+    placed = map(str, getattr(p, "placements", ()))  # of a DTensor
+    return [list(p.shape), str(p.dtype).removeprefix("torch."), p.requires_grad, *placed]
 
 
 def check_look(member: Member, look: Sequence[object], of_home: Sequence[object] | None) -> None:

@@ -234,11 +234,6 @@ class StageWeights:
         for p in self.params:
             p.grad = None
 
-    @property
-    def correction(self) -> object:
-        """What the rules that it follows correct gradients by."""
-        return self._rules.correction
-
     def true_weights(self) -> Mapping[Tensor, Tensor]:
         return self._bound.true_weights()
 
