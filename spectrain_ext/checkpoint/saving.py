@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import cycle, repeat
 from pathlib import Path
 
 import torch
@@ -30,8 +29,6 @@ from .progress import (
 )
 from .sharded import whole
 from .storage import WEIGHTS
-
-_EVERY = repeat(True)
 
 
 def save(
@@ -156,9 +153,8 @@ def _document(
     parts: Sequence[Part], peers: Peers, sampler: Stateful | None, tensors: dict[str, Tensor]
 ) -> Json:
     """Return the document of a process's stages, and add their tensors to ``tensors``."""
-    # The ranks that share a stage by tensor parallelism keep its tensors in turn.
-    turns = cycle([n == parts[0].shard for n in range(parts[0].shards)])
-    keep = _keeper(tensors, takes=turns)
+    takes = _dealt(parts[0])
+    keep = _keeper(tensors, takes=takes)
     # First: a failure on one replica only would leave the others waiting here.
     averages = [_averages(part, keep) for part in parts]
     stages: list[Json] = []
@@ -176,7 +172,7 @@ def _document(
             continue
         content["replica"] = part.replica
         if average is not None:  # the average is shared; each replica also saves its own state
-            content |= _of_stage(part, _keeper(tensors, f"replica{part.replica}.", turns))
+            content |= _of_stage(part, _keeper(tensors, f"replica{part.replica}.", takes))
             if part.replica == 0:
                 stages.append({k: v for k, v in (content | average).items() if k != "averaging"})
         replicas.append(content)
@@ -190,10 +186,22 @@ def _document(
     return {"stages": stages, "replicas": replicas, "process": process}
 
 
+def _dealt(part: Part) -> Callable[[Tensor], bool]:
+    """Return who keeps the next tensor of a stage: of the ranks that share it, the least loaded."""
+    held = [0] * part.shards
+
+    def takes(tensor: Tensor) -> bool:
+        least = held.index(min(held))
+        held[least] += tensor.nbytes
+        return least == part.shard
+
+    return takes
+
+
 def _keeper(
     tensors: dict[str, Tensor],
     prefix: str = "",
-    takes: Iterator[bool] = _EVERY,  # whether the next one goes there
+    takes: Callable[[Tensor], object] = lambda tensor: True,  # whether one goes there
 ) -> Keep:
     known: set[str] = set()
 
@@ -203,7 +211,7 @@ def _keeper(
             key += "'"
         known.add(key)
         all_of_it = whole(tensor)
-        if next(takes):
+        if takes(all_of_it):
             tensors[key] = all_of_it
         return {"$tensor": key}
 

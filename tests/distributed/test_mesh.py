@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+from itertools import count
+
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import mesh_programs
-from helpers.mesh_programs import CLOSE, data_of, in_one, mesh_of, on_mesh, whole_state
+from helpers.failing_runs import commit
+from helpers.mesh_programs import (
+    CLOSE,
+    Mlp,
+    batches,
+    data_of,
+    in_one,
+    mesh_of,
+    on_mesh,
+    parallelize,
+    whole_state,
+)
+from helpers.passes import with_passes
 from helpers.rank_cases import same
-from helpers.ranks import run_ranks
+from helpers.ranks import Ranks, printed_by, run_ranks
+from helpers.replica_programs import steps
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.testing import assert_close
 
 import spectrain_ext as st
+from spectrain_ext.checkpoint import CheckpointManager
 
 pytestmark = pytest.mark.processes
 
-LLAMA, DROPS = {"llama": True}, {"dropout": 0.2}
+LLAMA, DROPS, ADAPTED = {"llama": True}, {"dropout": 0.2}, {"adapted": True}
 
 # What composes with tensor parallelism: the whole model in one process computes the same, up to the
 # rounding of sums over shards.
@@ -77,15 +100,14 @@ def test_tensor_parallel_stages_compute_what_one_process_does():
             same(stage[0], stage[1], name)
 
 
-
-# On two nodes of two GPUs each, so to say: data, pipeline and tensor parallelism in eight processes.
+# Data, pipeline and tensor parallelism in eight processes
 
 APART = {"microbatches": 4, "clip_norm": 0.3}  # with as many per replica as stages
 TOGETHER = [(method, model) for method in ("1f1b", "auto", "spectrain") for model in ({}, LLAMA)]
 
 
 def three_kinds(rank, ranks):
-    """Train on the whole mesh, and of whole stages on the parts of it without tensor parallelism."""
+    """Train on the whole mesh, and on its parts without tensor parallelism."""
     mesh, found = mesh_of(dp=2, pp=2, tp=2), []
     for method, model in TOGETHER:
         for part, sequence in ((mesh, True), (mesh["dp", "pp"], False)):
@@ -136,3 +158,229 @@ def test_replicas_on_a_mesh_are_those_of_a_process_group():
         for of_rank in of_ranks:
             for k, *found in of_rank[n : n + 3]:
                 same(found, first[k], f"stage {k}")
+
+
+def with_shards_of_a_loss(rank, ranks):
+    pipe = on_mesh(mesh_of(pp=2, tp=2), "spectrain", whole_output=False)
+    with loss_parallel():
+        return train(pipe)
+
+
+def with_adapters(rank, ranks):
+    pipe = on_mesh(mesh_of(pp=2, tp=2), "auto", ADAPTED, optimizer="adamw")
+    found = train(pipe)
+    assert all("lora" in name for name, p in pipe.named_parameters() if p.requires_grad)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("program", "settings"),
+    [
+        (with_shards_of_a_loss, ("spectrain",)),
+        (with_adapters, ("auto", ADAPTED, False, "adamw")),
+    ],
+)
+def test_losses_of_shards_and_adapters(program, settings):
+    if program is with_adapters:
+        pytest.importorskip("peft")
+    expected = train(in_one(*settings))
+    for rank, (losses, state, value) in enumerate(run_ranks(program, 4)):
+        own = {key: expected[1][key] for key in state}
+        both = (losses, state, value), (expected[0] if rank > 1 else [], own, expected[2])
+        assert_close(*both, **CLOSE)
+
+
+def with_masters(rank, ranks):
+    """Return what masters of 16-bit weights and their optimizer have, as a checkpoint holds it."""
+    pipe = on_mesh(mesh_of(pp=2, tp=2), "auto", NARROW, True, "adamw", **MASTERS)
+    return train(pipe)
+
+
+NARROW, MASTERS = {"dtype": torch.bfloat16}, {"master_dtype": torch.float32, "clip_norm": 0.3}
+
+
+def test_masters_of_16_bits():
+    """Sums over shards are rounded to 16 bits, so a loss may differ by a unit in the last place."""
+    losses, state, _ = train(in_one("auto", NARROW, False, "adamw", **MASTERS))
+    for rank, (its_losses, its_state, _) in enumerate(run_ranks(with_masters, 4)):
+        assert_close(its_losses, losses if rank > 1 else [], rtol=2**-7, atol=0)
+        for key, its in its_state.items():
+            assert_close(its, state[key], rtol=2**-7, atol=0.02, msg=key)
+
+
+def averaged(rank, ranks):
+    """Average two replicas of a stage, each of two shards, and two of a whole stage."""
+    mesh = mesh_of(dp=2, pp=1, tp=2)
+    found = []
+    for part in (mesh, mesh["dp", "pp"]):
+        pipe = on_mesh(part, "vanilla", count=1, averaging=st.averaging.Elastic(0.3))
+        found.append(train(pipe))
+    return found
+
+
+def test_averaged_replicas_of_shards():
+    for on_shards, on_whole_stages in run_ranks(averaged, 4):
+        assert_close(on_shards, on_whole_stages, **CLOSE)
+
+
+# Checkpoints: whole tensors under the model's names, from any mesh into any other
+
+
+def save_and_resume(rank, ranks, path):
+    """Train and save; resume in another pipeline from the checkpoint in the middle."""
+    mesh = mesh_of(pp=2, tp=2)
+
+    def manager():
+        pipe = on_mesh(mesh, "spectrain", DROPS, True, "adamw", scheduler=steps)
+        return CheckpointManager(path, pipe, every_minibatches=3)
+
+    whole = manager()
+    first = [result.loss.item() for result in whole.run(data_of(whole.pipe, 6)) if result.has_loss]
+    shutil.rmtree(f"{path}/minibatch-00000006") if rank == 0 else None
+    dist.barrier()
+    resumed = manager()
+    assert resumed.restore().random
+    rest = batches(6)[3:] if rank == 0 else None
+    again = [result.loss.item() for result in resumed.run(rest) if result.has_loss]
+    assert first[3:] == again
+    same(whole_state(resumed.pipe), whole_state(whole.pipe), "weights")
+    return whole_state(whole.pipe)
+
+
+def load_elsewhere(rank, ranks, path, again):
+    """Load into a stage of four shards, and into replicas; save what another loads again."""
+    found = []
+    for n, dims in enumerate(({"pp": 1, "tp": 4}, {"pp": 2, "dp": 2})):
+        more = {"count": dims["pp"], "scheduler": steps}
+        pipe = on_mesh(mesh_of(**dims), "spectrain", DROPS, False, "adamw", **more)
+        assert st.checkpoint.load(path, pipe).minibatches == 6
+        st.checkpoint.save(f"{again}/{n}", pipe, minibatches=6)
+        found.append(whole_state(pipe))
+    return found
+
+
+def test_checkpoints_fit_into_other_meshes_and_the_model(tmp_path):
+    torch.set_num_threads(1)
+    state = {k: v for part in run_ranks(save_and_resume, 4, str(tmp_path)) for k, v in part.items()}
+    path = tmp_path / "minibatch-00000006"
+    sizes = sorted(file.stat().st_size for file in path.glob("model-*"))
+    assert len(sizes) == 4 and sizes[-1] < 0.4 * sum(sizes)  # nobody wrote a whole stage
+    of_ranks = run_ranks(load_elsewhere, 4, str(path), str(tmp_path))
+    for one_stage, replicas in of_ranks:
+        same(one_stage, state, "one stage")
+        same(replicas, {key: state[key] for key in replicas}, "replicas")
+    model, moments = nn.Sequential(*mesh_programs.stages(dropout=0.2, count=1)), []
+    for saved in (path, tmp_path / "0", tmp_path / "1"):
+        pipe = in_one("spectrain", DROPS, False, "adamw")
+        st.checkpoint.load(saved, pipe)
+        same(whole_state(pipe), state, str(saved))
+        moments.append([each.state_dict()["state"] for each in pipe.optimizers])
+        same(moments[-1], moments[0], str(saved))
+        pipe.release()
+        st.checkpoint.load(saved, model, only_model=True)
+        same(dict(model.state_dict()), state, "a plain module")
+
+
+# A rank that fails inside its stage, where another one waits for it
+
+
+def fail(rank, ranks, fault, where):
+    pipe = on_mesh(mesh_of(pp=2, tp=2), "auto", sequence=True, timeout=3.0)
+    turns = count()
+
+    def hook(*_):
+        if rank == 3 and next(turns) == 5:
+            commit(fault)
+
+    part = next(m for m in pipe.modules() if isinstance(m, mesh_programs.Mlp))
+    part.register_forward_hook(hook) if where == "forward" else part.up.weight.register_hook(hook)
+    list(pipe.run(data_of(pipe, 20)))
+
+
+@pytest.mark.parametrize(
+    ("fault", "where"),
+    [("kill", "forward"), ("exception", "backward"), ("hang", "forward"), ("stop", "backward")],
+)
+def test_a_rank_that_fails_inside_its_stage(fault, where):
+    ends = Ranks(fail, 4, fault, where).join(but=(3,) if fault == "stop" else ())
+    told = printed_by(ends)
+    for rank, end in enumerate(ends[:3]):
+        assert end.code == 1, told
+        assert f"RankError: rank {rank}, " in end.error, told
+        assert re.search("first cause: rank 3, .*pp 1, tp 1: ", end.error), told
+    assert "waiting on a rank that computes the stage with it" in ends[2].error, told
+
+
+# What is refused, on all ranks
+
+
+def sharded(mesh, **more):
+    stage = parallelize(mesh_programs.stages(count=1)[0], mesh["tp"], False)
+    return make_of(stage, mesh, **more)
+
+
+def make_of(stage, group, optimizer="sgd", **more):
+    optimizer = mesh_programs.OPTIMIZERS.get(optimizer, optimizer)
+    settings = with_passes({"timeout": 20.0, **more})
+    return st.DistributedPipeline(
+        stage, optimizer, mesh_programs.loss, "auto", group=group, **settings
+    )
+
+
+def hidden_matrices(ps):
+    return st.optim.Muon(ps, lr=0.01, hidden=[p for p in ps if p.dim() == 2])
+
+
+def tied(mesh):
+    stage = nn.Sequential(mesh_programs.Head(False))
+    stage.tied_parameters = {"0.out.weight": (0, "0.weight")}
+    return make_of(parallelize(stage, mesh["tp"], False), mesh)
+
+
+REFUSED = [
+    (lambda m: sharded(m, optimizer=hidden_matrices), "a Muon, and shards of weights; it may need"),
+    (lambda m: sharded(m, offload=True), "OffloadActivations: it does not move the shards"),
+    (lambda m: sharded(m, replicas=2), "replicas: the mesh has 1 of every stage, got 2"),
+    (tied, "stage: parameter '0.out.weight', a DTensor, is tied to another stage"),
+    (
+        lambda m: make_of(torch.compile(parallelize(nn.Sequential(Mlp()), m["tp"], False)), m),
+        "stage: it is compiled; torch.compile cannot trace DTensors",
+    ),
+    (
+        lambda m: make_of(parallelize(mesh_programs.stages()[0], m["tp"], False), None),
+        "a DTensor, as tensor parallelism makes; parameters may be DTensors in a Distributed",
+    ),
+    (
+        lambda m: make_of(parallelize(mesh_programs.stages()[0], m["pp"], False), m),
+        "expected the dimension 'tp' of the mesh that the pipeline got as group",
+    ),
+    (
+        lambda m: make_of(mesh_programs.stages()[0], m["tp"]),
+        "group: expected a mesh with a dimension 'pp', which has the stages, got ['tp']",
+    ),
+    (
+        lambda m: make_of(
+            mesh_programs.stages()[0], DeviceMesh("cpu", [[1, 0]], mesh_dim_names=("pp", "tp"))
+        ),
+        "group: rank 1 is the first of dimension 'pp' and takes the batches; it must be the lowest",
+    ),
+    (
+        lambda m: make_of(fully_shard(nn.Sequential(Mlp()), mesh=m["tp"]), m),
+        "it is sharded by fully_shard (FSDP2), which frees and gathers weights",
+    ),
+]
+
+
+def refused(rank, ranks):
+    mesh, found = mesh_of(pp=1, tp=2), []
+    for make, _ in REFUSED:
+        with pytest.raises((TypeError, ValueError)) as caught:
+            make(mesh)
+        found.append(str(caught.value))
+    return found
+
+
+def test_what_is_refused():
+    for found in run_ranks(refused, 2):
+        for (_, expected), error in zip(REFUSED, found, strict=True):
+            assert expected in error

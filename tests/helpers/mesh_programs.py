@@ -49,7 +49,7 @@ def rotated(x: Tensor) -> Tensor:
 
 
 class Mlp(nn.Module):
-    def __init__(self, gated: bool, dropout: float) -> None:
+    def __init__(self, gated: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
         self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=not gated)
         self.gate = nn.Linear(WIDTH, 4 * WIDTH, bias=False) if gated else None
@@ -91,17 +91,27 @@ def stages(
     dropout: float = 0.0,
     count: int = STAGES,
     dtype: torch.dtype = torch.double,
+    adapted: bool = False,  # whether only adapters of low rank are trained
 ) -> list[nn.Module]:
     torch.manual_seed(5)
     blocks = [Block(llama, dropout) for _ in range(STAGES)]
     layers = [nn.Embedding(WORDS, WIDTH), *blocks, Head(llama)]
+    if adapted:
+        from peft import LoraConfig, inject_adapter_in_model
+
+        rank_2 = LoraConfig(r=2, target_modules=["q", "down"], init_lora_weights=False)
+        layers = [layers[0], *(inject_adapter_in_model(rank_2, b) for b in blocks), layers[-1]]
+        for end in (layers[0], layers[-1]):
+            end.requires_grad_(False)
     for layer in layers:
         layer.to(dtype)
     ends = [len(layers) * (k + 1) // count for k in range(count)]
     return [*cut_at(layers, ends)]
 
 
-def parallelize(stage: nn.Module, mesh: DeviceMesh, sequence: bool) -> nn.Module:
+def parallelize(
+    stage: nn.Module, mesh: DeviceMesh, sequence: bool, whole_output: bool = True
+) -> nn.Module:
     """Shard a stage; with ``sequence``, activations between its blocks are shards too."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -125,10 +135,19 @@ def parallelize(stage: nn.Module, mesh: DeviceMesh, sequence: bool) -> nn.Module
             columns = ("attention.q", "attention.k", "attention.v", "mlp.up", "mlp.gate")
             plan = {name: ColwiseParallel() for name in columns[: 5 if part.mlp.gate else 4]}
             plan |= {"attention.o": rows, "mlp.down": rows, **whole}
+            if hasattr(part.attention.q, "base_layer"):  # an adapter: B is cut as its layer, or A
+                plan["attention.q.base_layer"] = plan.pop("attention.q")
+                plan["mlp.down.base_layer"] = plan.pop("mlp.down")
+                plan["attention.q.lora_B.default"] = ColwiseParallel()
+                plan["mlp.down.lora_A.default"] = RowwiseParallel()
             parallelize_module(part, mesh, plan)
         elif isinstance(part, Head):
             read = Shard(1) if sequence else Replicate()
-            plan = {"out": ColwiseParallel(input_layouts=read, output_layouts=Replicate())}
+            written = Replicate() if whole_output else Shard(-1)
+            shown = ColwiseParallel(
+                input_layouts=read, output_layouts=written, use_local_output=whole_output
+            )
+            plan = {"out": shown}
             parallelize_module(
                 part, mesh, plan | ({"norm": SequenceParallel()} if sequence else {})
             )
@@ -167,13 +186,14 @@ def on_mesh(
     model: Mapping[str, Any] | None = None,
     sequence: bool = False,
     optimizer: str = "sgd",
+    whole_output: bool = True,
     **more: Any,
 ) -> st.DistributedPipeline:
     """Make this rank's part of the pipeline; without a dimension ``tp``, of whole stages."""
     names, count = mesh.mesh_dim_names or (), more.pop("count", STAGES)
     here = stages(**(model or {}), count=count)[mesh.get_local_rank("pp") :: mesh["pp"].size()]
     if "tp" in names:
-        here = [parallelize(stage, mesh["tp"], sequence) for stage in here]
+        here = [parallelize(stage, mesh["tp"], sequence, whole_output) for stage in here]
     settings = with_passes({"microbatches": 2, "timeout": 30.0, **more})
     torch.manual_seed(9)
     part = here[0] if len(here) == 1 else here
