@@ -269,7 +269,7 @@ def test_checkpoints_fit_into_other_meshes_and_the_model(tmp_path):
     for one_stage, replicas in of_ranks:
         same(one_stage, state, "one stage")
         same(replicas, {key: state[key] for key in replicas}, "replicas")
-    model, moments = nn.Sequential(*mesh_programs.stages(dropout=0.2, count=1)), []
+    (model,), moments = mesh_programs.stages(dropout=0.2, count=1), []
     for saved in (path, tmp_path / "0", tmp_path / "1"):
         pipe = in_one("spectrain", DROPS, False, "adamw")
         st.checkpoint.load(saved, pipe)

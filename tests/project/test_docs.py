@@ -275,6 +275,7 @@ TINY = {
     "finetune.py": "--epochs 1 --context 16 --every 20",
     "gpt2.py": "--steps 4 --layers 2 --width 16 --context 16 --stages 2",
     "lightning_manual.py": "--epochs 1",
+    "mesh.py": "--steps 2 --layers 2 --width 32 --context 16",
     "own_method.py": "--epochs 1",
     "own_optimizer.py": "--epochs 1",
     "own_workload.py": "--epochs 1 --stages 2 --seeds 1 --microbatches 1 -m vanilla",
