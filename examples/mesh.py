@@ -55,7 +55,8 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = Attention(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        up, down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.mlp = nn.Sequential(up, nn.GELU(), down)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
@@ -93,9 +94,7 @@ def parallelize(stage: nn.Module, mesh: DeviceMesh) -> None:
             whole = RowwiseParallel(input_layouts=Replicate(), **split)
             parallelize_module(part, mesh, {"words": whole, "places": whole})
         elif isinstance(part, Block):
-            gathered = PrepareModuleInput(
-                input_layouts=Shard(1), desired_input_layouts=Replicate()
-            )
+            gathered = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
             plan = {
                 **dict.fromkeys(("norm1", "norm2"), SequenceParallel()),
                 **dict.fromkeys(("attention", "mlp"), gathered),
@@ -139,9 +138,9 @@ pipe = st.DistributedPipeline(
 
 batches = (batch() for _ in range(args.steps))
 for result in pipe.run(batches if rank == 0 else None):
-    if result.has_loss and mesh.get_local_rank("dp") == mesh.get_local_rank("tp") == 0:
-        if result.index % 10 == 0:
-            print(result.index, f"{result.loss.item():.3f} nats a byte", flush=True)
+    first = mesh.get_local_rank("dp") == mesh.get_local_rank("tp") == 0
+    if first and result.has_loss and result.index % 10 == 0:
+        print(result.index, f"{result.loss.item():.3f} nats a byte", flush=True)
 test = batch(64)
 value = pipe.evaluate([test] if rank == 0 else None)["loss"]
 

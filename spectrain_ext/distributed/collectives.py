@@ -22,7 +22,7 @@ from .links import ConnectionGuard, RankGroup
 
 _GRADIENTS = "the gradients of the stage's other replicas"
 _WEIGHTS = "the weights of the stage's other replicas"
-_SHARDS = "the ranks that share the replica"
+_STAGE = "the other ranks of the stage"
 _NORMS = "the norms of all ranks' gradients"
 
 
@@ -184,16 +184,12 @@ class GradientSum:
             p.grad = self._bucket_of[p].flat.views[p] if count else None
         return totals[: len(numbers)]
 
-    def largest(self, number: float) -> float:
-        found = torch.tensor(number, dtype=torch.float64)
-        self._begin(self._host, dist.all_reduce, found, dist.ReduceOp.MAX).wait()
-        return float(found)
 
-
-def combine(tensor: Tensor, rank_group: RankGroup, board: Board, how: Any) -> None:
-    """Combine a tensor in place over the ranks that share a replica; all get the same bits."""
-    group = rank_group.host if tensor.is_cpu else rank_group.device
-    _Collective(rank_group, board, _SHARDS, group, dist.all_reduce, tensor, how).wait()
+def combine(tensor: Tensor, rank_group: RankGroup | None, board: Board, how: Any) -> None:
+    """Combine a tensor in place over ranks (None: this one); all get the same bits."""
+    if rank_group is not None:
+        group = rank_group.host if tensor.is_cpu else rank_group.device
+        _Collective(rank_group, board, _STAGE, group, dist.all_reduce, tensor, how).wait()
 
 
 def exchange_weights(

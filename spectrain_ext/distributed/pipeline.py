@@ -28,6 +28,7 @@ from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.schedule import Replicas
 
 from .board import Board
+from .mesh import layout_of, members_of
 from .ranks import Ranks
 from .store import Peers
 
@@ -125,7 +126,7 @@ class DistributedPipeline(Pipeline):
             )
         if not timeout > 0:
             raise ValueError(f"timeout: expected a positive number of seconds, got {timeout}")
-        members = _members_of(group)
+        members = members_of(group)
         self.rank, self.ranks = members.index(dist.get_rank()), len(members)
         self.timeout = timeout
         # All ranks make their pipelines in the same order, so a count identifies this one.
@@ -135,27 +136,24 @@ class DistributedPipeline(Pipeline):
         self._board = board = Board(store, self.rank, self.ranks, timeout)
         with board.run(starts=True):
             modules = [stage] if isinstance(stage, nn.Module) else list(stage)
-            all_replicas, where, shards = _layout_of(group, len(modules), replicas)
+            layout = layout_of(group, len(modules), replicas)
             own_passes = checked_passes(passes, find_method(method))
             if any(each.own_minibatches for each in own_passes):
-                _check_averaging(all_replicas, clip_scope)
+                _check_averaging(layout.replicas, clip_scope)
                 if count is not None:
                     raise ValueError(
                         "count: with AverageWeights every replica has a minibatch of its own; have "
                         "loss_fn return a pair (sum, count)"
                     )
                 clip_scope = "stage"
-            if shards is not None:
+            if layout.shards is not None:
                 from .shards import TensorParallel, prepare
 
-                prepare(modules, shards)
-                own_passes = [TensorParallel(shards), *own_passes]
+                prepare(modules, layout.shards)
+                own_passes = [TensorParallel(layout.shards), *own_passes]
             settings = {"clip_scope": clip_scope, "split_dim": repr(split_dim)}
-            self._processes = Ranks(
-                *(members, prefix, board, all_replicas, own_passes, clip_norm, settings, where),
-                shards=None if shards is None else shards.get_group(),
-            )
-            self.replicas, self.replica = all_replicas.counts, self._processes.replica
+            self._processes = Ranks(members, prefix, board, layout, own_passes, clip_norm, settings)
+            self.replicas, self.replica = layout.replicas.counts, self._processes.replica
             devices = None if device is None else [device] * len(modules)
             super().__init__(
                 *(modules, optimizer, loss_fn, method, devices),
@@ -297,53 +295,6 @@ class DistributedPipeline(Pipeline):
         batches = minibatches([batch] * lcm(*replicas.counts), replicas, alone=False)
         self._forward_all(batches, lambda output, _: outputs.append(output), evaluates=False)
         return outputs[0] if self.places[-1].stage == replicas.stages - 1 else None
-
-
-def _listed(group: dist.ProcessGroup | DeviceMesh | None) -> list[int]:
-    """Return a group's ranks in the default group, in its order."""
-    if isinstance(group, DeviceMesh):
-        ranks: list[int] = group.mesh.flatten().tolist()
-        return ranks
-    return dist.get_process_group_ranks(group)
-
-
-def _members_of(group: dist.ProcessGroup | DeviceMesh | None) -> tuple[int, ...]:
-    members, here = sorted(_listed(group)), dist.get_rank()
-    if here not in members:
-        raise ValueError(f"group: this process is rank {here}, and not one of its {members}")
-    return tuple(members)
-
-
-def _layout_of(
-    group: dist.ProcessGroup | DeviceMesh | None,
-    stages: int,  # on each rank
-    replicas: int | Sequence[int] | None,
-) -> tuple[Replicas, str, DeviceMesh | None]:
-    """Return what ``mesh.Layout`` has, for a process group too."""
-    if isinstance(group, DeviceMesh):
-        from .mesh import layout_on
-
-        return layout_on(group, stages, replicas)
-    listed = _listed(group)
-    members = sorted(listed)
-    found = _replicas_of(stages, replicas, len(members))
-    rows = [[members.index(listed[rank]) for rank in row] for row in found.rows]
-    return Replicas(found.counts, rows=rows), "", None
-
-
-def _replicas_of(stages: int, replicas: int | Sequence[int] | None, ranks: int) -> Replicas:
-    """Assign ranks to stages; ``stages`` is the number on each rank."""
-    if stages < 2:
-        return Replicas.of(replicas, ranks)
-    if ranks == 1:
-        raise ValueError(
-            f"stage: got {stages} for the only rank; Pipeline takes all in one process"
-        )
-    if replicas not in (None, 1):
-        raise ValueError(
-            f"replicas: with {stages} stages on every rank expected one of each, got {replicas}"
-        )
-    return Replicas((1,) * (stages * ranks), ranks)
 
 
 def _needs_all(what: str, name: str, count: int) -> str:

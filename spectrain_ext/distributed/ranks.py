@@ -26,7 +26,7 @@ from spectrain_ext.pipeline.stage_run import StageRun
 from spectrain_ext.pipeline.tie_ends import bring_true
 from spectrain_ext.pipeline.ties import Copy, TiedStages, look_of
 from spectrain_ext.pipeline.wires import Wires
-from spectrain_ext.schedule import Generator, Instruction, Kind, Place, Replicas, name_of
+from spectrain_ext.schedule import Generator, Instruction, Kind, Place, name_of
 from spectrain_ext.schedule.order import device_order
 
 from .agreement import (
@@ -41,6 +41,7 @@ from .board import Board
 from .collectives import DistributedNorm, GradientSum, combine, exchange_weights
 from .ends import RemoteReceiver, RemoteSender
 from .links import Links, RankGroup, backend_of_bodies, break_on_failure, gpu_of, open_links
+from .mesh import Layout
 
 
 class Ranks(Processes):
@@ -55,13 +56,12 @@ class Ranks(Processes):
         members: Sequence[int],  # the pipeline's ranks, in the default group
         prefix: str,  # of this pipeline, for names of groups
         board: Board,
-        replicas: Replicas,
+        layout: Layout,
         passes: Sequence[Pass],
         clip_norm: float | None,
         settings: Mapping[str, Any],  # others that all ranks must share
-        where: str,  # this rank's place in a mesh
-        shards: dist.ProcessGroup | None,  # in which modules of this stage's ranks compute together
     ) -> None:
+        replicas, where, shards = layout
         super().__init__(replicas, replicas.stages_on(board.rank))
         self._passes = passes
         self.takes_batches = board.rank == 0  # rank 0 also decides the length of a run
@@ -69,7 +69,9 @@ class Ranks(Processes):
         self.replica = replicas.stage_and_replica(replicas.numbers_on(board.rank)[0])[1]
         self._members, self._prefix, self._board = members, prefix, board
         self._where = where and f"{where}: "
-        self._shards, self.sharded = shards, shards is not None
+        self.sharded = shards is not None
+        if shards is not None:  # in which the modules of this stage's ranks compute together
+            break_on_failure(shards.get_group(), board)
         self._clip_norm, self._settings = clip_norm, settings
 
     def connect(
@@ -127,8 +129,6 @@ class Ranks(Processes):
         self._links = open_links(
             *(self._members, self._prefix, first.device, board, replicas, bodies, ties)
         )
-        if self._shards is not None:
-            break_on_failure(self._shards, board)
         rank_group = self._links.replicas
         if rank_group is not None and not self.own_minibatches:
             params = [] if weights is None else weights.params
@@ -160,18 +160,15 @@ class Ranks(Processes):
         return DistributedNorm(self.replicas, self._board, self.all_ranks)
 
     def largest(self, number: float) -> float:
-        if self._total is not None:
-            number = self._total.largest(number)
-        if not self.sharded:
-            return number
         found = torch.tensor(number, dtype=torch.float64)
-        self.over_shards(found, dist.ReduceOp.MAX)
+        summing = None if self._total is None else self._links.replicas
+        for rank_group in (summing, self._links.shards):
+            combine(found, rank_group, self._board, dist.ReduceOp.MAX)
         return float(found)
 
-    def over_shards(self, tensor: Tensor, how: Any = dist.ReduceOp.SUM) -> None:
-        """Combine a tensor, in place, over the ranks that share this one's replica."""
-        if self._links.shards is not None:
-            combine(tensor, self._links.shards, self._board, how)
+    def over_shards(self, tensor: Tensor) -> None:
+        """Add up a tensor, in place, over the ranks that share this one's replica."""
+        combine(tensor, self._links.shards, self._board, dist.ReduceOp.SUM)
 
     def exchange(self, message: Tensor) -> Callable[[], Sequence[Tensor]]:
         assert self._links.replicas is not None

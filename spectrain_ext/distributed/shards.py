@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from spectrain_ext.operators.averaging import in_a_row, taken_apart
 from spectrain_ext.optim import PredictingOptimizer
@@ -34,12 +34,7 @@ if TYPE_CHECKING:
     from .ranks import Ranks
 
 #: Optimizers that treat each element by itself, so that a shard is updated as in the whole tensor.
-_ELEMENTWISE = frozenset(
-    (
-        *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop"),
-        *("ASGD", "Rprop"),
-    )
-)
+_ELEMENTWISE = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
 # Marks the form of a message with shards; a note of what each was comes next.
 _SHARDED = "sharded"
 
@@ -48,8 +43,8 @@ def prepare(modules: Sequence[nn.Module], mesh: DeviceMesh) -> None:
     """Give the shards of all DTensors to optimizers and weight versions, as tensors of their own.
 
     Raises:
-        ValueError: a DTensor that is not on this mesh, is a sum that is not complete, or is tied to
-            another stage; or a compiled module.
+        ValueError: a DTensor that is not on this mesh, or a sum, or tied to another stage; or a
+            compiled module.
     """
     owners: dict[Tensor, nn.Module] = {}
     for module in modules:
@@ -64,14 +59,10 @@ def prepare(modules: Sequence[nn.Module], mesh: DeviceMesh) -> None:
             if not isinstance(p, DTensor):
                 continue
             what = f"stage: parameter {name!r}, a DTensor,"
-            if p.device_mesh != mesh:
+            if p.device_mesh != mesh or isinstance(p.placements[0], Partial):
                 raise ValueError(
-                    f"{what} is on {p.device_mesh}; expected the dimension 'tp' of the mesh that "
-                    f"the pipeline got as group, {mesh}"
-                )
-            if not isinstance(p.placements[0], (Shard, Replicate)):
-                raise ValueError(
-                    f"{what} is placed as {p.placements[0]}; expected Shard or Replicate"
+                    f"{what} is {p.placements} on {p.device_mesh}; expected Shard or Replicate on "
+                    f"the dimension 'tp' of the mesh that the pipeline got as group, {mesh}"
                 )
             if name in getattr(module, ATTRIBUTE, {}) or owners.setdefault(p, module) is not module:
                 raise ValueError(
@@ -160,11 +151,10 @@ class TensorParallel(Pass):
     def sends_activation(self, i: int, j: int, message: Message) -> Message:
         return _taken_apart(message)
 
+    sends_gradient = sends_activation
+
     def received_activation(self, message: Message) -> Message:
         return _put_together(message, self._mesh)
-
-    def sends_gradient(self, i: int, j: int, message: Message) -> Message:
-        return _taken_apart(message)
 
     def received_gradient(self, i: int, message: Message) -> Message:
         return _put_together(message, self._mesh)
@@ -178,25 +168,20 @@ class TensorParallel(Pass):
         """Note where in its buffer a weight's shard is, as ``SavedWeights`` does for others."""
         storage = self.stage.storage
         if isinstance(tensor, DTensor) and storage is not None:
-            shard = local_part(tensor.detach())
-            found = storage.in_bound(shard)
-            if found is not None:
-                return partial(_whole_again, found, tensor._spec)
+            shard, spec = storage.in_bound(local_part(tensor.detach())), tensor._spec
+            if shard is not None:
+                return lambda: DTensor(shard(), spec, requires_grad=False)
         return partial(unchanged, tensor.detach(), tensor._version)
-
-
-def _whole_again(shard: Callable[[], Tensor], spec: Any) -> Tensor:
-    return DTensor(shard(), spec, requires_grad=False)
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, k: int) -> None:
     kind = type(getattr(optimizer, "optim", optimizer))  # ZeroRedundancyOptimizer has one
     ours = kind.__module__.startswith(("torch.optim", "spectrain_ext.optim"))
-    if not (ours and kind.__name__ in _ELEMENTWISE):
+    if not (ours and kind.__name__ in _ELEMENTWISE.split()):
         raise ValueError(
-            f"optimizer: stages[{k}] has a {kind.__name__}, and shards of weights; it "
-            "may need whole matrices, or the lengths of whole tensors. Expected one that treats "
-            f"each element by itself: {', '.join(sorted(_ELEMENTWISE))}"
+            f"optimizer: stages[{k}] has a {kind.__name__}, and shards of weights; it may need "
+            "whole matrices, or the lengths of whole tensors. Expected one that treats each "
+            f"element by itself: {_ELEMENTWISE}"
         )
 
 
@@ -204,20 +189,16 @@ def _taken_apart(message: Message) -> Message:
     """Return the message with shards in the place of DTensors; one without any is unchanged."""
     if not any(isinstance(tensor, DTensor) for tensor in message.tensors):
         return message
-    shards: list[Tensor | None] = []
-    notes: list[Any] = []
-    with torch.no_grad():
-        for tensor in message.tensors:
-            if isinstance(tensor, DTensor):
+    shards: list[Any] = [*message.tensors]
+    notes: list[Any] = [None] * len(shards)
+    for n, tensor in enumerate(shards):
+        if isinstance(tensor, DTensor):
+            with torch.no_grad():
                 if isinstance(tensor.placements[0], Partial):
                     tensor = tensor.redistribute(placements=[Replicate()])
-                placement = tensor.placements[0]
-                dim = placement.dim if isinstance(placement, Shard) else None
-                notes.append([dim, list(tensor.shape), list(tensor.stride())])
-                tensor = tensor.to_local()
-            else:
-                notes.append(None)
-            shards.append(tensor)
+                shards[n] = tensor.to_local()
+            cut = getattr(tensor.placements[0], "dim", None)  # None: replicated
+            notes[n] = cut, tensor.shape, tensor.stride()
     form = _SHARDED, json.dumps(json.dumps(notes)), message.form
     return Message(tuple(shards), message.differentiable, form)
 
@@ -226,16 +207,10 @@ def _put_together(message: Message, mesh: DeviceMesh) -> Message:
     if not isinstance(message.form, tuple) or message.form[:1] != (_SHARDED,):
         return message
     _, note, form = message.form
-    tensors: list[Tensor | None] = []
-    for tensor, what in zip(message.tensors, json.loads(json.loads(note)), strict=True):
-        if tensor is None or what is None:
-            tensors.append(tensor)
-            continue
-        dim, shape, stride = what[0], torch.Size(what[1]), tuple(what[2])
-        placement: Placement = Replicate() if dim is None else Shard(dim)
-        tensors.append(
-            DTensor.from_local(
-                tensor, mesh, [placement], run_check=False, shape=shape, stride=stride
-            )
-        )
+    tensors: list[Any] = [*message.tensors]
+    for n, what in enumerate(json.loads(json.loads(note))):
+        if what is not None and tensors[n] is not None:
+            placed = [Replicate() if what[0] is None else Shard(what[0])]
+            look: Any = {"shape": torch.Size(what[1]), "stride": tuple(what[2])}
+            tensors[n] = DTensor.from_local(tensors[n], mesh, placed, run_check=False, **look)
     return Message(tuple(tensors), message.differentiable, form)
