@@ -69,9 +69,7 @@ class Ranks(Processes):
         self.replica = replicas.stage_and_replica(replicas.numbers_on(board.rank)[0])[1]
         self._members, self._prefix, self._board = members, prefix, board
         self._where = where and f"{where}: "
-        self.sharded = shards is not None
-        if shards is not None:  # in which the modules of this stage's ranks compute together
-            break_on_failure(shards.get_group(), board)
+        self._shards, self.sharded = shards, shards is not None
         self._clip_norm, self._settings = clip_norm, settings
 
     def connect(
@@ -129,6 +127,8 @@ class Ranks(Processes):
         self._links = open_links(
             *(self._members, self._prefix, first.device, board, replicas, bodies, ties)
         )
+        if self._shards is not None:  # not before: what is refused leaves the caller's groups alone
+            break_on_failure(self._shards.get_group(), board)
         rank_group = self._links.replicas
         if rank_group is not None and not self.own_minibatches:
             params = [] if weights is None else weights.params

@@ -82,6 +82,7 @@ class TensorParallel(Pass):
 
     _over_shards: Callable[[Tensor], None]
     _trained: list[DTensor]
+    _compared = False  # whether gradients of ordinary tensors are known to be the same
     _sharded: set[Tensor]  # shards of parameters that are not replicated
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -125,11 +126,29 @@ class TensorParallel(Pass):
                     continue
                 gradient = gradient.redistribute(placements=p.placements)
                 local_part(p).grad = gradient.to_local()
+            self._compare()
             if parts:  # of norms and biases, with sequence parallelism: one collective for all
                 row = in_a_row([*parts.values()])
                 self._over_shards(row)
                 for shard, gradient in zip(parts, taken_apart(row, [*parts]), strict=True):
                     shard.grad = gradient.to(shard.dtype)
+
+    def _compare(self) -> None:
+        """In the first minibatch: refuse ordinary tensors with gradients that differ by rank."""
+        named = () if self._compared else self.stage.module.named_parameters()
+        plain = {n: p.grad for n, p in named if not (p.grad is None or isinstance(p, DTensor))}
+        self._compared = True
+        if plain:
+            norms = torch.stack([g.double().norm() for g in plain.values()])
+            means = norms / self._mesh.size()
+            self._over_shards(means)
+            for name, norm, mean in zip(plain, norms.tolist(), means.tolist(), strict=True):
+                if abs(norm - mean) > 1e-3 * mean:  # far above rounding
+                    raise ValueError(
+                        f"parameter {name!r} is an ordinary tensor, and its gradient differs "
+                        "between the ranks that share the stage; where activations are shards, put "
+                        "its layer into the plan, as SequenceParallel() for a norm"
+                    )
 
     def gradient_norm(self, params: Sequence[Tensor], device: torch.device) -> Tensor:
         """Return the 2-norm of whole gradients: replicated ones count once."""
