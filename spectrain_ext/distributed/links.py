@@ -238,7 +238,7 @@ class _Opener(NamedTuple):
             ranks = [self.ranks[r] for r in members]
             with _by_itself(f"{self.prefix}/{name}/{ranks}/{backend}"):
                 made: dist.ProcessGroup = dist.new_group(ranks, longer, backend, **settings)
-            break_on_failure(made, board)
+            break_on_failure(made, backend, board)
             # Connect now, without a message's short deadline, and before the next group.
             stream = callers_stream(device)
             with stream.using():
@@ -248,9 +248,9 @@ class _Opener(NamedTuple):
         return made
 
 
-def break_on_failure(group: dist.ProcessGroup, board: Board) -> None:
+def break_on_failure(group: dist.ProcessGroup, backend: str, board: Board) -> None:
     """End all waits in a group once a rank has failed."""
-    if dist.get_backend(group) == "gloo":
+    if backend == "gloo":
         board.disconnects.append(partial(_disconnect, group))
     else:
         board.aborts.append(group.abort)

@@ -128,7 +128,8 @@ class Ranks(Processes):
             *(self._members, self._prefix, first.device, board, replicas, bodies, ties)
         )
         if self._shards is not None:  # not before: what is refused leaves the caller's groups alone
-            break_on_failure(self._shards.get_group(), board)
+            made = self._shards.get_group()
+            break_on_failure(made, dist.get_backend(made), board)
         rank_group = self._links.replicas
         if rank_group is not None and not self.own_minibatches:
             params = [] if weights is None else weights.params

@@ -98,7 +98,8 @@ class TensorParallel(Pass):
         if weights is not None and made._sharded.intersection(weights.params):
             _check_optimizer(weights.optimizer, stage.index)
         if weights is not None and isinstance(weights.optimizer, PredictingOptimizer):
-            weights.optimizer.whole_lengths = made._whole_lengths
+            lengths = partial(_whole_lengths, made._sharded, made._over_shards)
+            weights.optimizer._whole_lengths = lengths
         return made
 
     # A run.
@@ -158,13 +159,6 @@ class TensorParallel(Pass):
         of_others = gradient_norm([p for p in params if p not in self._sharded], device)
         return (squares + of_others.double().square()).sqrt().to(of_shards.dtype)
 
-    def _whole_lengths(self, params: Sequence[Tensor], lengths: Tensor) -> Tensor:
-        sharded = [n for n, p in enumerate(params) if p in self._sharded]
-        squares = lengths[..., sharded].square()
-        self._over_shards(squares)
-        lengths[..., sharded] = squares.sqrt()
-        return lengths
-
     # Messages carry shards, and a note of what they are part of.
 
     def sends_activation(self, i: int, j: int, message: Message) -> Message:
@@ -191,6 +185,19 @@ class TensorParallel(Pass):
             if shard is not None:
                 return lambda: DTensor(shard(), spec, requires_grad=False)
         return partial(unchanged, tensor.detach(), tensor._version)
+
+
+def _whole_lengths(
+    sharded: set[Tensor],
+    over_shards: Callable[[Tensor], None],
+    params: Sequence[Tensor],
+    lengths: Tensor,
+) -> Tensor:
+    at = [n for n, p in enumerate(params) if p in sharded]
+    squares = lengths[..., at].square()
+    over_shards(squares)
+    lengths[..., at] = squares.sqrt()
+    return lengths
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, k: int) -> None:

@@ -54,7 +54,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     _parameters: Parameters
     _launches: Launches
     rate_factor: float  # on the groups' learning rates, in steps and predictions until `unbind`
-    whole_lengths: Lengths = staticmethod(lambda params, lengths: lengths)  # unless they are shards
+    _whole_lengths: Lengths = staticmethod(lambda _, lengths: lengths)  # unless they are shards
     has_modes = False  # whether training and evaluation have different weights, see `Foreign`
 
     def __init__(self, *args: Any, momentum_dtype: torch.dtype | None = None, **more: Any) -> None:
@@ -236,7 +236,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
             launch.read_gradients()
         for launch in launches:
             if launch.is_special:
-                launch.before_step(templates, self.param_groups, self.whole_lengths)
+                launch.before_step(templates, self.param_groups, self._whole_lengths)
             launch.prepare_step(templates, law)
 
         # From here on nothing can be refused.

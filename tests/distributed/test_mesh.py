@@ -314,6 +314,23 @@ def test_a_rank_that_fails_inside_its_stage(fault, where):
     assert "waiting on a rank that computes the stage with it" in ends[2].error, told
 
 
+def side_by_side(rank, ranks):
+    """Train two independent pipelines, of which one fails."""
+    mesh = mesh_of(lane=2, pp=2)
+    pipe = on_mesh(mesh["pp"], "auto", timeout=10.0)
+    if rank == 3:
+        next(pipe.children()).register_forward_hook(lambda *_: commit("exception"))
+    return len(list(pipe.run(data_of(pipe)))), pipe.rank, pipe.ranks
+
+
+def test_pipelines_of_other_ranks_go_on():
+    ends = Ranks(side_by_side, 4).join()
+    assert [end.code for end in ends] == [0, 0, 1, 1], printed_by(ends)
+    assert [end.value for end in ends[:2]] == [(5, 0, 2), (5, 1, 2)]
+    assert "RankError: rank 0, " in ends[2].error
+    assert "first cause: rank 1, " in ends[2].error
+
+
 # What is refused, on all ranks
 
 
