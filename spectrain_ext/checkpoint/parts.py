@@ -19,10 +19,10 @@ from spectrain_ext.pipeline.names import bare, full_names
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.pipeline.ties import Copy, copies_in, names_of
 from spectrain_ext.rng import StageRandom
-from spectrain_ext.weights.storage import local_part
+from spectrain_ext.weights.storage import local_part, whole
 
 from .documents import Json, Keep, dtype_of, encode
-from .sharded import part_like, whole
+from .sharded import part_like
 from .storage import WEIGHTS, described
 
 _MASTERS = "master."

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from spectrain_ext.distributed.pipeline import DistributedPipeline
 from spectrain_ext.distributed.store import Peers
 from spectrain_ext.pipeline.pipeline import Pipeline
+from spectrain_ext.weights.storage import whole
 
 from . import storage
 from .documents import Json, Keep, encode
@@ -27,7 +28,6 @@ from .progress import (
     Training,
     stage_states,
 )
-from .sharded import whole
 from .storage import WEIGHTS
 
 

@@ -1,4 +1,4 @@
-"""Saves DTensors as whole tensors and loads pieces of them; of a plain tensor all is one piece."""
+"""Makes DTensors for saving, and pieces of whole tensors; of a plain tensor all is one piece."""
 
 from __future__ import annotations
 
@@ -8,12 +8,6 @@ import torch
 from torch import Tensor
 
 from spectrain_ext.weights.storage import local_part
-
-
-def whole(tensor: Any) -> Tensor:
-    """Return a tensor as a file has it; all ranks that share a DTensor call this."""
-    made: Tensor = tensor if local_part(tensor) is tensor else tensor.full_tensor()
-    return made
 
 
 def part_like(part: Tensor, p: Any) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from spectrain_ext.errors import placed
 from spectrain_ext.schedule import Place, Replicas
+from spectrain_ext.weights.storage import whole
 
 from .batch import SplitDim, microbatches_in, samples_in, sides_of
 from .edges import SourceSettings
@@ -170,6 +171,7 @@ def _has_state(metric: object) -> bool:
 
 
 def _number(value: object) -> Tensor | float:
+    value = whole(value)
     if isinstance(value, Tensor):
         if value.numel() == 1 and not value.is_complex():
             return value.detach().reshape(())

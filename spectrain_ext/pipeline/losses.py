@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from spectrain_ext.errors import placed
 from spectrain_ext.rng import RNG_LOCK
 from spectrain_ext.transport import Buffer, Message, Receiver, Slot, callers_stream
+from spectrain_ext.weights.storage import whole
 
 from .edges import missing
 from .passes import Handler, hooks
@@ -240,7 +241,7 @@ def _kept(keep: Keep, output: Any, target: Any) -> Any:
                     "keep must return a tensor, or a dict or tuple of tensors, got a "
                     f"{type(leaf).__name__}"
                 )
-        return tree_map(lambda tensor: tensor.detach().clone(), value)
+        return tree_map(lambda tensor: whole(tensor).detach().clone(), value)
 
 
 def _joined(parts: list[Any], shares: Sequence[float]) -> Any:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from spectrain_ext.rng import States
 from spectrain_ext.transport import Buffer, Header, Message, Microbatches, Receiver, Slot
 from spectrain_ext.transport.message import TENSOR, flattened, tensors_in, unflattened
-from spectrain_ext.weights.storage import local_part
+from spectrain_ext.weights.storage import local_part, whole
 
 _DESCRIBED = 200  # characters about what a module was called with
 
@@ -278,8 +278,7 @@ def checked_loss(returned: object, device: torch.device) -> tuple[Tensor, Tensor
     count: Any = None
     if isinstance(returned, tuple) and len(returned) == 2:
         loss, count = returned
-    if local_part(loss) is not loss:  # a DTensor
-        loss = loss.full_tensor()
+    loss, count = whole(loss), whole(count)
     if not isinstance(loss, Tensor):
         raise TypeError(
             "loss_fn must return a 0-d tensor, or a pair (sum, count), got a "

@@ -30,6 +30,11 @@ def local_part(p: Tensor) -> Tensor:
     return part
 
 
+def whole(tensor: Any) -> Any:
+    """Return a DTensor as a whole tensor, for which all its ranks call this; others unchanged."""
+    return tensor if local_part(tensor) is tensor else tensor.full_tensor()
+
+
 class Flat:
     """One buffer per dtype, with a view per parameter that has its shape and strides."""
 

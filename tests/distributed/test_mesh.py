@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import shutil
+from functools import partial
 from itertools import count
 
 import pytest
@@ -69,10 +71,15 @@ COMPOSES = {
 }
 
 
+def size(output, _):
+    return output.square().mean()  # of shards, a sum that is not complete
+
+
 def train(pipe, *count):
     """Return the losses that are known here, the whole state, and an evaluation after it."""
     losses = [r.loss.item() for r in pipe.run(data_of(pipe, *count)) if r.has_loss]
-    return losses, whole_state(pipe), pipe.evaluate(data_of(pipe, 1))["loss"]
+    measured = pipe.evaluate(data_of(pipe, 1), {"loss": mesh_programs.loss, "size": size})
+    return losses, whole_state(pipe), measured
 
 
 def compose(rank, ranks):
@@ -164,7 +171,12 @@ def test_replicas_on_a_mesh_are_those_of_a_process_group():
 def with_shards_of_a_loss(rank, ranks):
     pipe = on_mesh(mesh_of(pp=2, tp=2), "spectrain", whole_output=False)
     with loss_parallel():
-        return train(pipe)
+        found = train(pipe)
+        keep = {"keep": lambda output, _: (size(output, _), size(output.full_tensor(), _))}
+        for result in pipe.run(data_of(pipe, 1), **keep):
+            if rank > 1:
+                assert_close(*result.kept)
+    return found
 
 
 def with_adapters(rank, ranks):
@@ -222,6 +234,25 @@ def averaged(rank, ranks):
 def test_averaged_replicas_of_shards():
     for on_shards, on_whole_stages in run_ranks(averaged, 4):
         assert_close(on_shards, on_whole_stages, **CLOSE)
+
+
+def with_zero(rank, ranks):
+    """Train shards with optimizer state that replicas divide among them, and with all of it."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # takes a second to import
+
+    mesh, found = mesh_of(dp=2, pp=1, tp=2), []
+    more = {"optimizer_class": torch.optim.AdamW, "process_group": mesh["dp"].get_group()}
+    divided = partial(ZeroRedundancyOptimizer, lr=2e-3, **more)
+    (stage,) = mesh_programs.stages(count=1)
+    for optimizer in (divided, "torch"):
+        pipe = make_of(parallelize(copy.deepcopy(stage), mesh["tp"], True), mesh, optimizer)
+        found.append(train(pipe, 2))
+    return found
+
+
+def test_optimizer_state_of_shards_divided_over_replicas():
+    for divided, alone in run_ranks(with_zero, 4):
+        same(divided, alone, "ZeRO-1")
 
 
 # Checkpoints: whole tensors under the model's names, from any mesh into any other

@@ -215,10 +215,11 @@ def in_one(
 
 def whole_state(pipe: st.Pipeline) -> dict[str, Tensor]:
     """Return whole tensors under the model's names; all ranks call this."""
-    state = pipe.state_dict()
-    return {
-        k: v.full_tensor() if hasattr(v, "full_tensor") else v.clone() for k, v in state.items()
-    }
+    return {name: whole(value).clone() for name, value in pipe.state_dict().items()}
+
+
+def whole(value: Any) -> Tensor:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def data_of(pipe: st.Pipeline, *given: Any) -> list[Any] | None:
