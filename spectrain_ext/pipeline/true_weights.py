@@ -30,7 +30,9 @@ class TrueWeights(AbstractContextManager[None]):
             executor.let_caller_follow()
             shown = self._true_weights()
             self._guards = [each for stage in stages for each in stage.guard.lift(stage.guarded)]
-            self._before = [(p, p.data, p._version) for p in shown]
+            self._before = [(p, p.data) for p in shown]
+            trained = (p for stage in stages for p in stage.guarded)
+            self._versions = {p: p._version for p in trained}  # a DTensor's, not its shard's
             executor.look = self.end
             for p, weights in shown.items():
                 p.data = weights
@@ -48,9 +50,9 @@ class TrueWeights(AbstractContextManager[None]):
 
     def end(self) -> None:
         """Point the parameters at what they held before; may be repeated."""
-        self._changed.update(p for p, _, version in self._before if p._version != version)
+        self._changed.update(p for p, version in self._versions.items() if p._version != version)
         self._executor.follow_caller()
-        for p, data, _ in self._before:
+        for p, data in self._before:
             p.data = data
         for attributes, guard in self._guards:
             attributes.update(guard)

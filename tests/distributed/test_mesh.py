@@ -236,6 +236,26 @@ def test_averaged_replicas_of_shards():
         assert_close(on_shards, on_whole_stages, **CLOSE)
 
 
+def look(rank, ranks):
+    """Read the true weights in the loop of a run, and change them there."""
+    pipe = on_mesh(mesh_of(pp=2, tp=2), "spectrain", sequence=True)
+    for _ in pipe.run(data_of(pipe)):
+        with pipe.weights():
+            true = whole_state(pipe)
+    same(true, whole_state(pipe), "after the last update")
+    run = pipe.run(data_of(pipe))
+    next(run)
+    sharded = next(p for p in pipe.parameters() if hasattr(p, "full_tensor"))
+    changed = pytest.raises(RuntimeError, match="was changed in place")
+    with changed, pipe.weights(), torch.no_grad():
+        sharded.mul_(1.0)
+    run.close()
+
+
+def test_true_weights_in_the_loop():
+    run_ranks(look, 4)
+
+
 def with_zero(rank, ranks):
     """Train shards with optimizer state that replicas divide among them, and with all of it."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # takes a second to import

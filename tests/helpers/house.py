@@ -25,14 +25,14 @@ DOCUMENTED = {f"spectrain_ext.{name}" for name in ("cli.__main__", "operators.la
 
 #: Whoever gets below a ceiling lowers it. Raising one takes a sentence in CHANGELOG.md.
 CEILINGS = {
-    "package, lines": 30867,
+    "package, lines": 30869,
     "package, files": 144,
     "core, lines": 12045,
     "core, files": 56,
     "csrc, lines": 5208,
     "bench, lines": 8228,
     "studies, lines": 5368,
-    "tests, lines": 40904,
+    "tests, lines": 40924,
     "tests that import inner modules": 14,
     "manual, words": 29191,
     "arguments of Pipeline": 15,
