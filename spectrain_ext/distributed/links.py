@@ -294,7 +294,7 @@ def _by_itself(name: str) -> Iterator[None]:
     assert default is not None
     bound, default.bound_device_id = default.bound_device_id, None
     # A name that only its members need to agree on: torch counts a process's groups, of which
-    # others may have more. That this sets the count is private in torch, 2.10 to 2.15.
+    # others may have more. Setting that count is private (torch 2.13).
     groups, _world.group_count = _world.group_count, int(sha256(name.encode()).hexdigest(), 16)
     try:
         yield

@@ -45,7 +45,7 @@ from .mesh import Layout
 
 
 class Ranks(Processes):
-    """The ranks of a process group, each with some stages or one replica of a stage."""
+    """The ranks of a pipeline, each with some stages, a replica of one, or a shard of a replica."""
 
     receives_block = True
     _links: Links
