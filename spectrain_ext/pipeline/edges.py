@@ -74,6 +74,7 @@ class Cursor:
         self.upcoming = next(instructions, None)  # whether or not the run contains it
         self.minibatches: int | None = None  # the length of the run, once it is known
         self.added = 0
+        self.updated = 0  # minibatches that the stage has updated from
         # By minibatch in flight: each microbatch's share of the samples, 0 before it has arrived.
         self.shares: dict[int, list[float]] = {}
         self.current: Instruction | None = None  # the one that is running

@@ -268,10 +268,10 @@ class Pipeline(Loops):
                 None: keep nothing.
 
         Yields:
-            A ``Result`` per minibatch, in order, as soon as all stages have issued their update
-            from it. Minibatches count from 0 in every run. When ``batches`` ends, or you leave the
-            loop (or call ``close()``), the minibatches in flight are finished: as many in one
-            process as in several.
+            A ``Result`` per minibatch, in order, once all stages of this process have issued their
+            update from it, and before any issues a later one. Minibatches count from 0 in every
+            run. When ``batches`` ends, or you leave the loop (or call ``close()``), the minibatches
+            in flight are finished: as many in one process as in several.
 
         Raises:
             StageError: an exception inside a stage, the loss or an optimizer; its cause is the

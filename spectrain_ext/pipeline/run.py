@@ -53,6 +53,16 @@ class _Step(NamedTuple):
     run: Handler
 
 
+class _Level(Sized):
+    """An input of updates, empty while the stage is an update ahead of another one here."""
+
+    def __init__(self, run: Run, cursor: Cursor) -> None:
+        self._run, self._cursor = run, cursor
+
+    def __len__(self) -> int:
+        return self._cursor.updated <= self._run.updated
+
+
 class _Program:
     """The steps of each compute instruction of a stage."""
 
@@ -74,7 +84,10 @@ class _Program:
         blocks = run.processes.receives_block
         # By kind, for each microbatch.
         self.steps: dict[Kind, list[list[_Step]]] = {kind: [] for kind in ORDER}
+        level = _Level(run, stage.cursor)
         for j, inputs in enumerate(run.inputs(stage)):
+            if run.trains:
+                inputs[Kind.UPDATE] = level
             for kind, of_microbatches in self.steps.items():
                 kinds = steps(kind, handlers, blocks, first=j == 0)
                 of_microbatches.append([_Step(k, inputs.get(k), handlers[k]) for k in kinds])
@@ -88,6 +101,7 @@ class Run:
     def __init__(self, wires: Wires, processes: Processes, work: Work) -> None:
         self.wires, self.processes, self.work = wires, processes, work
         self.stages: list[StageRun] = []
+        self.updated = 0  # minibatches that all stages of this process have updated from
         self.results: deque[Result] = deque()  # computed
         self._waiting: deque[Result] = deque()  # for updates
         self._norm: GlobalNorm | None = None
@@ -178,13 +192,13 @@ class Run:
             for _ in self._in_order(self._order, programs):
                 yield from self._finished()
             programs = []
-        results, waiting, in_flight = self.results, self._waiting, self.stages[0].cursor.shares
+        results = self.results
         while programs:
             progress = finished = False
             for program in programs:
                 progress |= _turn(program)
                 finished |= program.cursor.finished
-                if results or (waiting and waiting[0].index not in in_flight):
+                if results or program.cursor.updated > self.updated:
                     yield from self._finished()
             if finished:
                 programs = [each for each in programs if not each.cursor.finished]
@@ -195,16 +209,17 @@ class Run:
     def _finished(self) -> Iterator[Result]:
         """Yield the results of minibatches that all stages of this process have updated from.
 
-        Not when their losses are known: rank 0 of several processes learns that later. So the
-        caller leaves a run after as many minibatches in any number of processes.
+        None of them has made a later update, so the caller sees one version of the model. Not when
+        their losses are known: rank 0 of several processes learns that later. So the caller leaves
+        a run after as many minibatches in any number of processes.
         """
         computed, waiting = self.results, self._waiting
         while computed:
             waiting.append(computed.popleft())
             for observer in self.work.observers:
                 observer.result(waiting[-1])
-        in_flight = self.stages[0].cursor.shares
-        while waiting and waiting[0].index not in in_flight:
+        self.updated = min([stage.cursor.updated for stage in self.stages])
+        while waiting and waiting[0].index < self.updated:
             yield waiting.popleft()
 
     def _in_order(
@@ -263,6 +278,7 @@ def _turn(program: _Program) -> bool:
         cursor.current, progress = None, True
         if computes is Kind.UPDATE:  # the minibatch is over
             cursor.shares.pop(i, None)
+            cursor.updated = i + 1
         following = cursor.upcoming
         if following is None or following[0] not in program.takes:
             break

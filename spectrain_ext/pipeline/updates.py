@@ -120,8 +120,13 @@ class Updates:
                 steps[Kind.CLIP] = self._clip
             steps[Kind.UPDATE] = self._update
         else:
-            steps[Kind.UPDATE] = lambda i, j: None  # results and notices follow it
+            steps[Kind.UPDATE] = self._follow_passes
         return steps
+
+    def _follow_passes(self, i: int, j: int) -> None:
+        """Update nothing: results follow, and backwards write gradients that passes have read."""
+        if self._stage.passes:
+            self._stage.weights_written()
 
     def _divide(self, i: int, j: int) -> None:
         """Divide the gradients of sums by the count of the minibatch."""

@@ -39,12 +39,13 @@ def device_order(
     Everything that an instruction waits for comes before it, so devices that follow the order of
     their own stages' instructions cannot deadlock, for any durations. It is the same on every
     machine, and devices do not idle without need: a forward, a backward and a half take one unit of
-    time, an update and a message none. A device runs what can begin first. Ties: an update first
-    and the second half of a backward last; between them a forward after a backward and a backward
-    after a forward; then the oldest round of as many microbatches as devices; then a forward of the
-    first stage or a backward of the last. Interleaved 1F1B comes out in Megatron-LM's order, except
-    that from three chunks and four devices on Megatron-LM waits for some forwards where these
-    devices do a backward and end at the same time.
+    time, an update and a message none. A device runs what can begin first. No stage is an update
+    ahead of another one of its device. Ties: an update first and the second half of a backward
+    last; between them a forward after a backward and a backward after a forward; then the oldest
+    round of as many microbatches as devices; then a forward of the first stage or a backward of the
+    last. Interleaved 1F1B comes out in Megatron-LM's order, except that from three chunks and four
+    devices on Megatron-LM waits for some forwards where these devices do a backward and end at the
+    same time.
 
     Args:
         actions: per stage; finite, or endless with ``minibatches``.
@@ -72,6 +73,7 @@ def device_order(
         [deque() for _ in range(n)],
     )
     done = [0] * n, [0] * n
+    updates = [0] * n
     sources, ends = (n - 1, 0), (0, n - 1)  # stages that receive none; that send none
     devices = 1 + max(device_of, default=-1)
     stages_of = [[k for k in range(n) if device_of[k] == d] for d in range(devices)]
@@ -87,6 +89,9 @@ def device_order(
                 continue
             ahead = turn.kind is _FORWARD
             start = free[d]
+            beside = [updates[m] for m in stages_of[d] if heads[m] is not None]
+            if turn.kind is _UPDATE and updates[k] > min(beside):
+                continue
             if turn.kind not in _ALONE and k != sources[ahead]:
                 inbox = inboxes[ahead][k]
                 if not inbox:
@@ -113,7 +118,9 @@ def device_order(
                 raise ScheduleError(k, receive(turn), reason)
         yield k, turn
         heads[k] = next(following[k], None)
-        if turn.kind is not _UPDATE:
+        if turn.kind is _UPDATE:
+            updates[k] += 1
+        else:
             free[d], went_ahead[d] = int(start) + 1, ahead
         if turn.kind not in _ALONE:
             done[ahead][k] += 1

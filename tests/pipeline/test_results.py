@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers.passes import with_passes
 from helpers.pipeline_cases import batches, close, every_method, losses, mse, sgd, tanh_stages
+from helpers.random_settings import PREVIOUS
 from helpers.replica_programs import IGNORED, sentences, total_and_count, words
 from torch import nn
 
@@ -47,6 +48,41 @@ class Seen(st.Observer):
 
     def end(self):
         self.note("end")
+
+
+def check_updates_at_results(method, n, m, **more):
+    stages = [nn.Linear(2, 2) for _ in range(n)]
+    stages[n // 2].requires_grad_(n == 1)
+    make = sgd(lr=0.01, smoothed=method == "spectrain-smoothed")
+    pipe = st.Pipeline(stages, make, mse, method, microbatches=m, **more)
+    updates = [0] * len(pipe.optimizers)
+    for k, optimizer in enumerate(pipe.optimizers):
+        optimizer.register_step_post_hook(lambda *_, k=k: updates.__setitem__(k, updates[k] + 1))
+    data = [batches(1, size, width=2)[0] for size in (m, 1, 1, 1, max(1, m - 1), m)]
+    for result in pipe.run(data):
+        assert updates == [result.index + 1] * len(updates)
+    assert result.index == 5
+
+
+SHAPES = [(n, m) for n in range(1, 5) for m in range(1, 7)]  # stages, microbatches
+
+
+@pytest.mark.parametrize("method", st.methods())
+@pytest.mark.parametrize(
+    "shapes",
+    [[(3, 2), (4, 4)], pytest.param(SHAPES, marks=pytest.mark.nightly)],
+    ids=["few", "all"],
+)
+def test_at_a_result_each_stage_has_made_the_updates_up_to_its_minibatch(method, shapes):
+    for n, m in shapes if method != "xgrad" else [(1, 2)]:
+        if method not in PREVIOUS or m >= n:
+            for clips in {}, {"clip_norm": 1.0}:
+                check_updates_at_results(method, n, m, **clips)
+
+
+@pytest.mark.parametrize("method", ["auto", "1f1b", "zb-h1"])
+def test_updates_at_results_with_a_pass_that_may_skip_them(method):
+    check_updates_at_results(method, 4, 3, passes=[st.passes.CheckFinite("skip")])
 
 
 def test_several_observers_look_on(tmp_path):

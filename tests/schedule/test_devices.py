@@ -143,6 +143,11 @@ def test_a_device_does_one_thing_at_a_time_in_its_order_and_never_waits_for_ever
             (k, turn.kind, turn.minibatch) for k, turn in order if devices[k] == d
         ]
         assert all(a.end <= b.start for a, b in pairwise(of))
+    updates = [0] * n
+    for k, turn in order:
+        if turn.kind is Kind.UPDATE:
+            assert updates[k] == min(updates[m] for m in range(n) if devices[m] == devices[k])
+            updates[k] += 1
     whole = [s for s in spans if s.lane == "compute" and s.kind is not Kind.BACKWARD_WEIGHTS]
     each = run.minibatches * (2 * run.microbatches + 1)
     assert Counter(s.stage for s in whole) == dict.fromkeys(range(n), each)
