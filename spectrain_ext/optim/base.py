@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from spectrain_ext.operators.numbers import Corrected
 
     from .foreign import Foreign
+    from .swaps import Hooks
 
 
 class PredictingOptimizer(Ordered, torch.optim.Optimizer):
@@ -51,6 +52,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     _rule: Rule  # steps use the rule of `_parameters`, which may include a correction's state
     _momentum_dtype: torch.dtype | None
     _loading: dict[str, Any] | None = None
+    _hooks: Hooks | None = None  # while a bound optimizer steps with hooks
     _parameters: Parameters
     _launches: Launches
     rate_factor: float  # on the groups' learning rates, in steps and predictions until `unbind`
@@ -246,6 +248,22 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
             if self._parameters.binding is None:
                 bump_versions(launch.updated())
         self._next_write = None
+
+    def _with_hooks(self, step: Callable[[], Any]) -> Any:
+        """Run a step with its hooks; those of a bound optimizer have the true weights."""
+        binding = self._parameters.binding
+        if binding is None:
+            return step()
+        from .swaps import Hooks  # loaded only where it is used
+
+        params = (p for group in self.param_groups for p in group["params"])
+        hooks = Hooks(params, binding.weights, f"{type(self).__name__}: a hook of its step")
+        outs = None if self._next_write is None else self._next_write[0]
+        self._hooks = hooks
+        try:
+            return hooks.run(step, outs)
+        finally:
+            self._hooks = None
 
     # Prediction in place.
 

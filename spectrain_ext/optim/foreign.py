@@ -1,28 +1,20 @@
-"""Adapts any optimizer with torch's interface to the interface that a stage's storage needs.
-
-The optimizer keeps references to the parameters, so the parameter objects never change. During a
-step their data is the true weights; afterwards it is the stage's working weights again.
-"""
+"""Adapts any optimizer with torch's interface to the interface that a stage's storage needs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor
-
-# Private in torch 2.10 to 2.15; FSDP2 depends on it. A step in place would bump the version
-# counters of tensors that autograd saved for microbatches in flight, and their backwards would
-# raise. A pipeline method changes weights between forward and backward on purpose.
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter as versions_preserved
 from torch.utils._pytree import tree_leaves
 
 from .guards import Ordered
 from .parameters import Views
 from .state import laid_out_as
+from .swaps import Swap, swapped
 
 if TYPE_CHECKING:
     from spectrain_ext.operators.corrections import Correction
@@ -54,7 +46,7 @@ class Foreign(Ordered):
         self._master: Views | None = None
         self._wide: dict[Tensor, Tensor] = {}  # parameters with a wider master, and the master
         self._params: tuple[Tensor, ...] = ()
-        self._known: dict[tuple[int, ...], list[_Weights]] = {}  # by addresses
+        self._known: dict[tuple[int, ...], list[Swap]] = {}  # by addresses
         self._loading: dict[str, Any] | None = None
 
     # Binding.
@@ -123,27 +115,17 @@ class Foreign(Ordered):
         # Parameters and true weights may each be in any of several buffers.
         at = id(self._master), *(p.data_ptr() for p in self._params)  # an empty one has none: 0
         if at not in self._known:
-            self._known[at] = [_Weights.of(p, self._master) for p in self._params]
-        all_weights = self._known[at]
-        try:
-            for weights in all_weights:
-                weights.enter()
+            self._known[at] = [Swap.of(p, self._master) for p in self._params]
+        name = type(self._optimizer).__name__
+        with swapped(self._known[at], f"{name}: its {doing}"):
             try:
-                with versions_preserved(self._params):
-                    yield
+                yield
             except BaseException as error:
                 error.add_note(
-                    f"the {doing} of {type(self._optimizer).__name__} was cut short: of the "
-                    "stage's true weights and optimizer state some may have been updated and "
-                    "others not"
+                    f"the {doing} of {name} was cut short: of the stage's true weights and "
+                    "optimizer state some may have been updated and others not"
                 )
                 raise
-        finally:
-            for k in [k for k, weights in enumerate(all_weights) if not weights.leave()]:
-                raise RuntimeError(
-                    f"{type(self._optimizer).__name__}: its {doing} gave parameter {k} data of "
-                    f"another shape than {tuple(self._params[k].shape)}; that one was not updated"
-                )
 
     @contextmanager
     def _scaled_rates(self) -> Iterator[None]:
@@ -211,45 +193,6 @@ class Foreign(Ordered):
 
 def _state_of(optimizer: torch.optim.Optimizer) -> Any:
     return getattr(optimizer, "state", {})  # a wrapper may keep it elsewhere
-
-
-class _Weights(NamedTuple):
-    """A parameter's working weights and true weights, the same tensor without a master."""
-
-    p: Tensor
-    working: Tensor
-    true: Tensor
-    at: tuple[int, int]  # addresses of `working` and `true`
-
-    @classmethod
-    def of(cls, p: Tensor, master: Views | None) -> _Weights:
-        working = p.data
-        true = working if master is None else master[p]
-        return cls(p, working, true, (working.data_ptr(), true.data_ptr()))
-
-    def enter(self) -> None:
-        p, working, true, at = self
-        if true.dtype == working.dtype:
-            if at[0] != at[1]:
-                p.data = true
-            return
-        gradient, p.grad = p.grad, None
-        p.data = true
-        p.grad = None if gradient is None else gradient.to(true.dtype)
-
-    def leave(self) -> bool:
-        """Restore the working weights; return whether the shape is unchanged."""
-        p, working, true, at = self
-        fits, now = True, p.data_ptr()
-        if now not in at:  # for example after ``p.data = p.data - lr * p.grad``
-            fits = p.shape == true.shape
-            if fits:
-                true.copy_(p.detach())
-        if p.dtype != working.dtype:
-            p.grad = None
-        if now != at[0] or p.dtype != working.dtype:  # empty tensors have no address
-            p.data = working
-        return fits
 
 
 def _converted(entry: Mapping[Any, Any], like: Tensor) -> dict[Any, Any]:

@@ -27,18 +27,26 @@ _GUARDED = ("detach", "__deepcopy__", "__reduce_ex__")
 
 def hooked(func: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a step in torch's hooks and profiler range only if one of them is in use."""
+
+    def between_hooks(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._hooks is None:
+            return func(self, *args, **kwargs)
+        keeps = bool(self._optimizer_step_post_hooks or _global_optimizer_post_hooks)
+        return self._hooks.outside(partial(func, self, *args, **kwargs), keeps)
+
     # The profiler range costs as much as the rest of a small step.
-    plain: Callable[..., Any] = torch.optim.Optimizer.profile_hook_step(func)
+    plain: Callable[..., Any] = torch.optim.Optimizer.profile_hook_step(between_hooks)
 
     @wraps(func)
-    def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (
             self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
             or _global_optimizer_pre_hooks
             or _global_optimizer_post_hooks
-            or torch._C._autograd._profiler_enabled()
         ):
+            return self._with_hooks(partial(plain, self, *args, **kwargs))
+        if torch._C._autograd._profiler_enabled():
             return plain(self, *args, **kwargs)
         return func(self, *args, **kwargs)
 

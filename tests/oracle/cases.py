@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +68,17 @@ def clips_itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
+def clamps(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def change(bound: float, *_: object) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.data.clamp_(-bound, bound)  # no counter tells
+
+    optimizer.register_step_pre_hook(partial(change, 0.4))
+    optimizer.register_step_post_hook(partial(change, 0.3))
+    return optimizer
+
+
 def sgd(**options: Any) -> tuple[Any, Any]:
     averaging = options.keys() & {"smoothed", "decoupled_weight_decay"}
     kinds = st.optim.SGD, AveragingSGD if averaging else torch.optim.SGD
@@ -86,6 +98,7 @@ _OF_SGD = {
     "maximize": sgd(lr=0.003, maximize=True),
     "groups": tuple(lambda p, make=make: make(groups_of(p)) for make in sgd()),
     "hooked": tuple(lambda p, make=make: clips_itself(make(p)) for make in sgd()),
+    "clamped": tuple(lambda p, make=make: clamps(make(p)) for make in sgd()),
 }
 _OTHERS = {
     "nesterov": sgd(nesterov=True, weight_decay=0.02),
@@ -324,7 +337,10 @@ MEANINGLESS = [
     (("method", _with(SECOND_ORDER | {"second-order"})), ("optimizer", ["dampening"])),
     (("method", ["sc"]), ("optimizer", ["no momentum"])),  # the oracle's formula is for one
     # The oracle corrects before the optimizer's hooks.
-    (("method", ["braking", "dc-asgd", "gap-aware", "sc", "sc-lwp"]), ("optimizer", ["hooked"])),
+    (
+        ("method", ["braking", "dc-asgd", "gap-aware", "sc", "sc-lwp"]),
+        ("optimizer", ["hooked", "clamped"]),
+    ),
 ]
 _FEATURES = ("optimizer", "rates", "clipping", "keeping", "model", "sizes", "runs")
 AXES = Axes(

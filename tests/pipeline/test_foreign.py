@@ -196,8 +196,7 @@ def test_masters_do_not_drift(method, name):
 
     pipe = st.Pipeline(stages, optimizer, mse, method_of(method), **more)
     expected, found = oracle.run(data), losses(pipe, data)
-    if "foreign" in name:
-        assert seen == {(torch.float32, torch.float32)}
+    assert seen == {(torch.float32, torch.float32)}
     near = {"rtol": 0.03, "atol": 0.02}
     found, expected = (torch.stack(each).float() for each in (found, expected))
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.01)

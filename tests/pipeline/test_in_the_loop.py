@@ -21,6 +21,10 @@ from helpers.pipeline_cases import (
 from torch import nn
 from torch.func import functional_call
 from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.optim.swa_utils import AveragedModel
 
 import spectrain_ext as st
@@ -106,6 +110,43 @@ def test_a_run_goes_on_to_the_bit_after_blocks_with_the_true_weights(make, metho
     same(pipe.state_dict(), plain.state_dict())
     with pipe.weights():  # between two runs it changes nothing
         same(model.state_dict(), pipe.state_dict())
+
+
+@pytest.mark.parametrize("scope", ["own", "global"])
+@pytest.mark.parametrize("method", ["auto", "1f1b", "error-feedback", "spectrain"])
+def test_hooks_of_steps_have_the_true_weights(method, scope):
+    """They read what the last one left, although forwards had other weights in between."""
+    stages = nn.Sequential(*tanh_stages(3)).to(torch.bfloat16)
+    pipe = st.Pipeline(stages, sgd(lr=0.5), mse, method, master_dtype=torch.float32)
+    seen, handles = set(), []
+
+    def before(optimizer, *_):
+        seen.update(p.abs().amax().item() > 0.25 for p in optimizer.param_groups[0]["params"])
+
+    def after(optimizer, *_):
+        for p in optimizer.param_groups[0]["params"]:
+            p.data.clamp_(-0.25, 0.25)
+
+    for p in stages.parameters():
+        p.data.clamp_(-0.25, 0.25)
+    if scope == "own":
+        for optimizer in pipe.optimizers:
+            optimizer.register_step_pre_hook(before)
+            optimizer.register_step_post_hook(after)
+    else:
+        handles = [register_optimizer_step_pre_hook(before)]
+        handles += [register_optimizer_step_post_hook(after)]
+    try:
+        losses(pipe, [(x.bfloat16(), 4 * y.bfloat16()) for x, y in batches(12)])
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert seen == {False}
+    bound = torch.tensor(0.25)
+    masters = pipe.masters()
+    assert all(master.abs().amax() <= bound for master in masters.values())
+    assert any(master.abs().amax() == bound for master in masters.values())
+    assert all(torch.equal(p, masters[p].bfloat16()) for p in stages.parameters())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
