@@ -21,6 +21,7 @@ from spectrain_ext.transport import (
     Slot,
     Transit,
 )
+from spectrain_ext.weights.own_writes import OwnWrites
 from spectrain_ext.weights.storage import SavedWeights
 
 from .edges import Cursor, StageEdges, missing
@@ -94,6 +95,7 @@ class Compute:
         self.numbers: AbstractContextManager[object] = stage.random
         self.follows: AbstractContextManager[object] = NOTHING
         self._modes: ModuleModes | None = None
+        self._own: OwnWrites | None = None  # by the module, in a training
         passes = stage.passes
         self._sends_activation = hooks(passes, "sends_activation")
         self._sends_gradient = hooks(passes, "sends_gradient")
@@ -113,6 +115,7 @@ class Compute:
         stage = self._stage
         if self._trains:
             weights, saving = stage.weights, hooks(stage.passes, "saving")
+            self._own = None if weights is None else weights.own_writes
             # Where the backward uses other weights, the forward's graph must find those.
             if weights is not None and (saving or weights.differs_in_backward):
                 assert weights.storage is not None
@@ -162,7 +165,7 @@ class Compute:
         self._entered = ()
         if self._trains:
             self._stage.compute.record(self._stage.computed)
-        self.follows = NOTHING  # it would keep all buffers
+        self.follows, self._own = NOTHING, None  # they would keep all buffers
         self._in_transit.reset()
         self._sent.reset()
 
@@ -196,7 +199,7 @@ class Compute:
         return self._received.header.samples
 
     def _forward(self, i: int, j: int) -> None:
-        stage, slot, graph = self._stage, self._received, self.keeps_graph
+        stage, slot, graph, own = self._stage, self._received, self.keeps_graph, self._own
         message = slot.message
         tape = self.tapes[i, j] = Tape(slot, self._untracked or Buffer("activations"))
         # A first layer that works in place writes the slot.
@@ -211,6 +214,8 @@ class Compute:
         ):
             for call in self.calls:
                 call(i, j, stage.module, message)
+            if own is not None:
+                own.before()
             if graph:
                 tape.leaves, tape.output = self._run(message)
             elif self._trains:
@@ -222,6 +227,8 @@ class Compute:
             else:
                 value = packed(message, message.tensors)
                 tape.output = copied_out(called(stage.module, input=value), message)
+        if own is not None and own.after():
+            stage.carry_own_writes(own)
         if self._edges.to_next:
             tape.message = activation(tape.output)
             if not graph and self._trains:
@@ -295,7 +302,7 @@ class Compute:
             note(i, j, slot.header.value)
 
     def _recompute(self, i: int, j: int) -> None:
-        stage, tape = self._stage, self.tapes[i, j]
+        stage, tape, own = self._stage, self.tapes[i, j], self._own
         message = tape.slot.message
         writes = [tape.slot.buffer, tape.buffer, stage.module_buffers]
         if self._edges.targets:
@@ -305,6 +312,8 @@ class Compute:
             torch.enable_grad(),
             ExitStack() as held,
         ):
+            if own is not None:
+                own.before()
             self._entered = tape.module_buffers
             for buffers in reversed(tape.module_buffers):  # the loss may contain the module
                 held.enter_context(buffers)
@@ -315,6 +324,8 @@ class Compute:
                     check_dependence(loss, tape.output)
                     tape.output = loss
         self._entered = ()
+        if own is not None and own.after():
+            stage.carry_own_writes(own)
 
     def _backward(self, i: int, j: int) -> None:
         tape = self.tapes.pop((i, j))
@@ -361,8 +372,12 @@ class Compute:
         reads = (tape.buffer, tape.slot.buffer, tape.arrived.buffer)
         # Checkpointed parts run again, and exchange the module buffers there.
         writes = (stage.weight_gradients, stage.module_buffers, outgoing)
+        # Checkpointed parts write their own weights again.
+        own = self._own if self._own is not None and self._own.known else None
         # A hook may draw random numbers.
         with stage.computing(reads=reads, writes=writes, weights=True), RNG_LOCK:
+            if own is not None:
+                own.before()
             if self._edges.gradients:
                 pairs, count = seeded(tape.output, tape.arrived.message.tensors)
             else:
@@ -381,6 +396,8 @@ class Compute:
                 rest = differentiate_inputs(pairs, tape.leaves)
             else:
                 differentiate(pairs)
+        if own is not None and own.after():
+            stage.carry_own_writes(own)
         self._outgoing = tape.leaves, outgoing, count
         return rest
 

@@ -402,19 +402,20 @@ class Pipeline(Loops):
         with deferred():
             self._refuse_changed_flags()
             now = self._phases[self.phase]
-            changes = now is not self._entered
             for stage in self._executor.stages:
                 weights = stage.weights
                 if weights is None:
                     continue
-                if changes:
+                # Each stage knows what it follows: an interrupt may have come between two of them.
+                settings = now.followed_by(stage.index, weights.optimizer)
+                if settings != weights.followed:
                     callers_stream(stage.device).lend(weights.buffers())
-                    weights.follow(*now.followed_by(stage.index, weights.optimizer))
+                    weights.follow(*settings)
                 if not weights.bound:
                     weights.bind()
             for copy in self._copies:
                 copy.bind()
-            if changes:
+            if now is not self._entered:
                 self._entered = now
                 _logger.info("minibatch %d: method is now %s", self.minibatches, now.method.name)
 

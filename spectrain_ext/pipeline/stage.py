@@ -13,6 +13,7 @@ from spectrain_ext.optim.guards import SaveGuard
 from spectrain_ext.rng import StageRandom
 from spectrain_ext.transport import Buffer, new_stream
 from spectrain_ext.weights import StageWeights
+from spectrain_ext.weights.own_writes import OwnWrites
 from spectrain_ext.weights.storage import Storage
 
 from .names import bare
@@ -137,6 +138,16 @@ class Stage:
         with self.predict.using(reads=self.memory), torch.no_grad():
             yield
 
+    def carry_own_writes(self, own: OwnWrites) -> None:
+        """Change the true weights as the module has changed those that it computes with."""
+        weights = self.weights
+        assert weights is not None
+        self.compute.record(self.computed)
+        self.predict.wait(self.computed)
+        with self.predict.using(writes=self.memory), torch.no_grad():
+            own.carry_over(weights.versions.version)
+        self.weights_written()
+
     def weights_written(self) -> None:
         """Order later computation after all weights written so far."""
         self.predict.record(self.loaded)
@@ -215,6 +226,8 @@ class Stage:
             p.grad = None
         if self.weights is not None:
             self.weights.guard.put()
+            if self.weights.own_writes is not None:
+                self.weights.own_writes.lend()
 
     def take_back(self) -> None:
         """Undo ``lend``; RuntimeError if the caller has moved a parameter or made a gradient."""
@@ -224,6 +237,8 @@ class Stage:
             if weights.storage is not None and not weights.storage.in_place():
                 self.check()
             weights.guard.take()
+            if weights.own_writes is not None:
+                weights.own_writes.check(self.index)
         for p in self.guarded:
             if p.grad is not None:
                 names = [name for name, each in self.module.named_parameters() if each is p]

@@ -172,6 +172,8 @@ class Updates:
         stage = self._stage
         weights, skips = stage.weights, stage.skips
         assert weights is not None and weights.storage is not None
+        if weights.own_writes is not None:
+            weights.own_writes.check(stage.index)
         following, forward = self._cursor.peek(), None
         if following is not None and following.kind is Kind.FORWARD:
             forward = following.minibatch, following.microbatch

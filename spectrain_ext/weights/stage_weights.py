@@ -17,6 +17,7 @@ from spectrain_ext.optim.base import Updater, updater_of
 from spectrain_ext.optim.guards import StepGuard
 from spectrain_ext.schedule import Entries, Generator, Place, Rules, count_stage, find_generator
 
+from .own_writes import OwnWrites
 from .storage import Content, Storage, flat_nbytes, local_part, true_dtype
 from .versions import Update, Versions
 
@@ -76,15 +77,18 @@ class StageWeights:
         self.params = list(self._names)
         self._master_dtype = master_dtype
         self.storage: Storage | None = None
-        self._followed: object = None
+        self._half: Storage | None = None  # while it is bound or unbound
+        self.own_writes: OwnWrites | None = None  # None: the stage computes with the true weights
+        self.followed: object = None  # by what rules it trains
         self.follow(rules, places, schedule)
         _made.add(self)
 
     def follow(self, rules: Rules, places: tuple[Place, Place], schedule: str | Generator) -> None:
         """Train by these rules from the next run on; if bound, in buffers for these."""
         settings = rules, places, schedule
-        if settings == self._followed:
+        if settings == self.followed:
             return
+        self.followed = None  # until all is done, or after an interrupt
         # Masters keep all their digits, and a foreign optimizer its state in their dtype.
         wide = {p: master.clone() for p, master in self.masters().items()}
         state = getattr(self.optimizer, "state", {})
@@ -92,12 +96,13 @@ class StageWeights:
         bound = self.bound
         if bound:
             self.unbind()
-        self._followed, self._rules = settings, rules
+        self._rules = rules
         entry, self._place = places
         self.entry = partial(find_generator(schedule), entry)  # yields the instructions of stage 0
         # Whether a backward may use other weights than its forward.
         self.differs_in_backward = rules.retains(self._place.microbatches)
         self._has_master, self._computing, _ = self._needs(*settings)
+        self.followed = settings
         if not bound:
             return
         self.bind()
@@ -151,8 +156,9 @@ class StageWeights:
 
     def bind(self) -> None:
         """Move the parameters into the home buffer, and the optimizer onto the true weights."""
+        self._let_go()
         self.drop_gradients()
-        made = Storage(
+        made = self._half = Storage(
             self.params,
             self.updater,
             self._rules,
@@ -163,15 +169,22 @@ class StageWeights:
         try:
             made.bind()
         except BaseException:
-            made.unbind()
+            self._let_go()
             raise
-        self.storage = made
+        self.storage, self._half = made, None
 
     def unbind(self) -> None:
         """Give parameters and state ordinary storage; the parameters hold the true weights now."""
         self.__dict__.pop("versions", None)  # it refers to the storage
-        storage, self.storage = self._bound, None
-        storage.unbind()
+        self.own_writes = None
+        self._half, self.storage = self._bound, None
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Unbind the storage that is half bound, if any, also after a second Ctrl-C."""
+        if self._half is not None:
+            self._half.unbind()
+            self._half = None
 
     @property
     def _bound(self) -> Storage:
@@ -215,6 +228,10 @@ class StageWeights:
         storage.begin()
         self._scale_rates()
         self.versions = Versions(self._rules, self._place, Entries(self.entry()), storage, rates)
+        named = self.module.named_parameters()
+        learns: dict[Tensor, str] = {p: name for name, p in named if p.requires_grad}
+        idle = self.versions.loads_nothing
+        self.own_writes = None if idle else OwnWrites(storage, learns)
         self.rates_move = False  # whether they probably change after each update
         self.drop_gradients()
 

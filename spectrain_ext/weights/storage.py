@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from spectrain_ext import _C
 from spectrain_ext.operators.calls import Lists, Role
 from spectrain_ext.optim import PredictingOptimizer
+from spectrain_ext.optim.swaps import shift
 from spectrain_ext.schedule import Rules
 from spectrain_ext.transport import Buffer, Event
 from spectrain_ext.transport.message import dense_strides
@@ -348,6 +349,28 @@ class Storage:
             for flat in predicted:
                 flat.views[p].copy_(flat.views[p] + (new - old))
             old.copy_(new)
+
+    def carry_over(self, p: Tensor, old: Tensor | None, version: int) -> bool:
+        """Change true weights of a version as somebody has changed the bound ones from ``old``.
+
+        What comes after the bound version changes too. Returns False if ``old`` is needed and None.
+        """
+        here, now = self.bound, self.bound.flat.views.get(p)
+        if now is None:  # a copy of a parameter that another stage trains
+            return False
+        held = here.content or Content(version)
+        later = [] if self._before is None else [self._before]
+        for buffer in self.version_buffers():
+            after = buffer.content is not None and buffer.content.version >= held.version
+            if buffer is not here and (after or buffer is self.true):
+                later.append(buffer.flat)
+        if old is None and later and here is not self.true and held == Content(version):
+            old = self.true.flat.views[p].to(now.dtype, copy=True)
+        if old is None:
+            return not later
+        for flat in later:
+            shift(flat.views[p], old, now)
+        return True
 
 
 def _plan(

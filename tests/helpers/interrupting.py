@@ -23,15 +23,17 @@ MINIBATCHES = 5
 class Interrupts:
     """Raises SIGINT at chosen line events inside ``with``.
 
-    Lines of the package are counted from 0; each number counts from the previous interrupt.
+    Lines of the package are counted from 0; each number counts from the previous interrupt. With
+    ``within``, only lines of functions with these names are counted.
 
     Attributes:
         lines: the line events since the last interrupt.
         left: numbers still to come.
     """
 
-    def __init__(self, *numbers):
+    def __init__(self, *numbers, within=()):
         self.left = list(numbers)
+        self._within = within
         self.lines = 0
 
     def __enter__(self):
@@ -53,7 +55,7 @@ class Interrupts:
         return self._line if frame.f_code.co_filename.startswith(PACKAGE) else None
 
     def _line(self, frame, event, arg):
-        if event == "line":
+        if event == "line" and (not self._within or frame.f_code.co_name in self._within):
             if self.left and self.lines >= self.left[0] and not _covered_by_nothing(frame):
                 del self.left[0]
                 self.lines = 0

@@ -18,6 +18,7 @@ from helpers.pipeline_cases import (
     tanh_stages,
     torch_sgd,
 )
+from helpers.random_settings import PREVIOUS
 from torch import nn
 from torch.func import functional_call
 from torch.optim.lr_scheduler import ExponentialLR
@@ -110,6 +111,115 @@ def test_a_run_goes_on_to_the_bit_after_blocks_with_the_true_weights(make, metho
     same(pipe.state_dict(), plain.state_dict())
     with pipe.weights():  # between two runs it changes nothing
         same(model.state_dict(), pipe.state_dict())
+
+
+class Counting(nn.Module):
+    """Adds a number to a weight in each forward, which changes no output."""
+
+    def __init__(self, width=5):
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.count = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.count += 0.25
+        return self.inner(x).tanh() + 0 * self.count.sum()
+
+
+OTHER_OPTIMIZERS = {
+    "spectrain-smoothed": sgd(smoothed=True),
+    "error-feedback": torch_sgd(),
+}
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"recompute": True}, {"master_dtype": torch.float32}], ids=str
+)
+@pytest.mark.parametrize("method", [each for each in st.methods() if each != "xgrad"])
+def test_true_weights_follow_what_modules_write_in_forwards(method, more):
+    narrow = "master_dtype" in more
+    dtype = torch.bfloat16 if narrow else torch.float64
+    stages = nn.Sequential(*(Counting() for _ in range(3))).to(dtype)
+    m = 3 if method in PREVIOUS else 2
+    make = OTHER_OPTIMIZERS.get(method, sgd())
+    pipe = st.Pipeline(stages, make, mse, method, microbatches=m, **more)
+    data = [(x.to(dtype), y.to(dtype)) for x, y in batches(5, size=m, last=1)]
+    for runs in range(1, 3):
+        for result in pipe.run(data):
+            with pipe.weights():
+                counts = [float(stage.count.detach()[0]) for stage in stages]
+            assert min(counts) >= 0.25 * (m * (result.index + 1) - (result.index == 4) * (m - 1))
+        forwards = (4 * m + 1) * (2 if "recompute" in more else 1) * runs
+        for stage in stages:
+            assert stage.count.tolist() == [0.25 * forwards] * 3
+
+
+@pytest.mark.parametrize(
+    ("method", "dtype"),
+    [
+        *((method, torch.float64) for method in ("1f1b", "auto", "spectrain", "pipedream-2bw")),
+        *((method, torch.bfloat16) for method in ("1f1b", "zb-h1-async")),
+    ],
+)
+def test_embeddings_keep_their_largest_norm(method, dtype):
+    """After a step of rate 0 the true rows are those of the last forward."""
+    stages = [nn.Embedding(6, 5, max_norm=1.0), *tanh_stages(2)]
+    stages = nn.Sequential(*stages).to(dtype)
+    more = {"master_dtype": None if dtype is torch.float64 else torch.float32}
+    pipe = st.Pipeline(stages, sgd(lr=0.5), mse, method, microbatches=3, **more)
+    words = torch.arange(6).repeat(4, 1).T.flatten()
+    data = [(words, 9 * torch.randn(24, 5).to(dtype)) for _ in range(12)]
+    losses(pipe, data)
+    for optimizer in pipe.optimizers:
+        optimizer.param_groups[0].update(lr=0.0)
+    losses(pipe, data)
+    norms = stages[0].weight.norm(dim=1)
+    assert norms.amax() <= 1.0 + (1e-6 if dtype is torch.float64 else 0.01)
+    assert norms.amax() > 0.9  # the bound acts
+
+
+def test_a_forward_that_begins_to_write_weights_late_is_refused():
+    class Late(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            if self.calls == 3:
+                with torch.no_grad():
+                    self.weight.mul_(0.5)
+            return super().forward(x)
+
+    stages = [*tanh_stages(1), Late(5, 5), *tanh_stages(1)]
+    pipe = st.Pipeline(stages, sgd(), mse, "spectrain")
+    match = "stage 1, minibatch 2, .*parameter 'weight' was changed in place, in a forward but not"
+    with pytest.raises(st.StageError, match=match):
+        losses(pipe, batches(6))
+    losses(pipe, batches(6))  # it can run again
+
+
+@pytest.mark.parametrize("method", ["auto", "1f1b", "pipedream-2bw", "spectrain"])
+@pytest.mark.parametrize("how", ["in place", "data", "data in a block"])
+def test_weights_that_are_changed_in_the_loop(method, how):
+    """Autograd's anomaly mode finds what no counter tells of."""
+    stages = tanh_stages(3)
+    pipe, given = st.Pipeline(stages, sgd(), mse, method), batches(8)
+    weight = stages[1][0].weight
+
+    def train():
+        for result in pipe.run(given):
+            if result.index == 3:
+                with pipe.weights() if "block" in how else torch.no_grad():
+                    (weight if how == "in place" else weight.data).mul_(0.5)
+
+    with torch.autograd.set_detect_anomaly(how != "in place", check_nan=False):
+        if method == "1f1b":  # computes with the true weights
+            train()
+        else:
+            match = r"stages\[1\]: parameter '0\.weight' was changed in place, and the true weights"
+            with pytest.raises(RuntimeError, match=match):
+                train()
+    losses(pipe, given)
 
 
 @pytest.mark.parametrize("scope", ["own", "global"])

@@ -11,7 +11,7 @@ from itertools import count
 
 import pytest
 import torch
-from helpers.interrupting import Case, Interrupts, adam, foreign, groups, sgd
+from helpers.interrupting import Case, Interrupts, adam, foreign, groups, same, sgd
 
 import spectrain_ext as st
 from spectrain_ext import interrupts
@@ -153,6 +153,32 @@ def test_interrupts_while_a_pipeline_is_made(name, first, then):
         if made is not None and len(interrupts.left) == len(numbers):
             break
     assert n > 5 * first
+
+
+@pytest.mark.parametrize("step", [17, *nightly([1])])
+def test_two_interrupts_while_a_phase_begins(step, tmp_path):
+    """A training that was saved before then goes on by the rules of its own phase."""
+    case = Case("spectrain+pipedream@2")
+
+    def loaded(pipe):
+        st.checkpoint.load(tmp_path / "saved", pipe)
+        return pipe
+
+    pipe = case.pipe()
+    list(pipe.run(case.data[:1]))
+    st.checkpoint.save(tmp_path / "saved", pipe)
+    expected = loaded(case.pipe())
+    list(expected.run(case.data))
+    for n in count(0, step):
+        interrupts = Interrupts(n, 0, within=("_enter", "follow", "bind", "unbind"))
+        with suppress(KeyboardInterrupt), interrupts:
+            list(loaded(pipe).run(case.data[:3]))
+        list(loaded(pipe).run(case.data))
+        for mine, theirs in zip(case.state(pipe), case.state(expected), strict=True):
+            assert same(mine, theirs)
+        if len(interrupts.left) == 2:
+            break
+    assert n > 400
 
 
 def switched(pipe):
