@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from .storage import Storage, local_part
 
+_VERSION = attrgetter("_version")
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -24,6 +26,7 @@ class OwnWrites:
 
     def __init__(self, storage: Storage, names: Mapping[Tensor, str]) -> None:
         self._storage, self._names = storage, names  # of the module's parameters that learn
+        self._params = list(names)
         self._counters = self._count()
         self._copied: list[Tensor] | None = None  # before forwards; None: all, before the first
         self._old: dict[Tensor, Tensor] = {}  # the copies of one forward
@@ -83,7 +86,9 @@ class OwnWrites:
 
     def refused(self, params: Iterable[Tensor]) -> None:
         """Let these stay as they are now: whoever has changed them has got an error already."""
-        self._counters.update({p: p._version for p in params if p in self._counters})
+        told = set(params)
+        now = zip(self._params, self._counters, self._count(), strict=True)
+        self._counters = [new if p in told else old for p, old, new in now]
 
     def _all_bits(self) -> dict[Tensor, list[int]]:
         views = [buffer.flat.views for buffer in self._storage.version_buffers()]
@@ -94,8 +99,12 @@ class OwnWrites:
             if part in views[0]
         }
 
-    def _count(self) -> dict[Tensor, int]:
-        return {p: p._version for p in self._names}  # a DTensor's, not its shard's
+    def _count(self) -> list[int]:
+        return [*map(_VERSION, self._params)]  # a DTensor's, not its shard's; 30 us for 300
 
     def _changed(self) -> list[Tensor]:
-        return [p for p, version in self._counters.items() if p._version != version]
+        before, now = self._counters, self._count()
+        if now == before:
+            return []
+        found = zip(self._params, before, now, strict=True)
+        return [p for p, old, new in found if old != new]
