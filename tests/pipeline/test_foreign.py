@@ -224,6 +224,20 @@ def test_a_master_keeps_what_bfloat16_weights_would_lose(kind):
         assert stage.weight == expected
 
 
+@pytest.mark.parametrize("kind", [st.optim.SGD, torch.optim.SGD])
+def test_two_runs_are_one_with_masters(kind):
+    """With a flush, to the bit: the second run takes up what the first one's updates made."""
+    stages, data = narrow(3), narrow_batches(6)
+    more = {"microbatches": 2, "master_dtype": torch.float32}
+    whole, parts = (
+        st.Pipeline(copy.deepcopy(stages), lambda p: kind(p, lr=0.01), mse, "gpipe", **more)
+        for _ in range(2)
+    )
+    expected = losses(whole, data)
+    assert losses(parts, data[:3]) + losses(parts, data[3:]) == expected
+    assert all(map(torch.equal, parts.masters().values(), whole.masters().values()))
+
+
 def test_a_parameter_without_elements_beside_a_master():
     """It has no address, before and during a step."""
     stages = narrow(2)
