@@ -82,14 +82,25 @@ def test_a_failure_after_everything_is_undone(tmp_path: Path) -> None:
     refused(tmp_path / "none", "has no state of a sampler", pipe, sampler=other)
 
 
-def test_a_failure_of_the_last_part_is_undone(saved: Path, trained: st.Pipeline) -> None:
+@pytest.mark.parametrize("master_dtype", [None, torch.float32])
+def test_a_failure_of_the_last_part_is_undone(
+    tmp_path: Path, master_dtype: torch.dtype | None
+) -> None:
     """A module's own hook raises after the weights of the first stage are in place."""
+
+    def made(seed: int) -> st.Pipeline:
+        pipe = pipeline(2, seed, make=narrow, master_dtype=master_dtype)
+        train(pipe, batches(3, dtype=torch.bfloat16))
+        return pipe
+
+    save(tmp_path / "c", made(0))
+    trained = made(3)
 
     def refuse(*_: object) -> None:
         raise KeyError("not mine")
 
     list(trained.children())[-1].register_load_state_dict_post_hook(refuse)
-    refused(saved, "does not fit stage 1: 'not mine'", trained)
+    refused(tmp_path / "c", "does not fit stage 1: 'not mine'", trained)
 
 
 def test_refused_while_a_run_is_under_way(saved: Path, trained: st.Pipeline) -> None:
@@ -136,6 +147,18 @@ def test_the_state_of_another_scheduler(
     train(pipe, batches(2))
     refused(tmp_path / "c", match, pipe)
     train(pipe, batches(2))
+
+
+def test_schedulers_of_stages_that_differ_do_not_load_into_one(tmp_path: Path) -> None:
+    kept = pipeline(2, scheduler=step)
+    train(kept, batches(1))
+    kept.schedulers[1].step()  # the learning rates are still the same
+    save(tmp_path / "c", kept)
+    match = "schedulers of its stages 0 and 1 differ, and stage 0 has parts of both"
+    refused(tmp_path / "c", match, pipeline(1, scheduler=step))
+    other = pipeline(2, seed=1, scheduler=step)
+    load(tmp_path / "c", other)
+    assert [each.last_epoch for each in other.schedulers] == [1, 2]
 
 
 def test_what_versions_add_to_a_scheduler(tmp_path: Path) -> None:

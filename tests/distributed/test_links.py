@@ -266,6 +266,24 @@ def test_a_wait_that_staging_misses_is_noticed(dropped, found, monkeypatch):
         assert receiver.receive() is None
 
 
+def test_a_message_in_the_place_of_another_is_noticed(monkeypatch):
+    loop = Loop()
+    monkeypatch.setattr(dist, "get_group_rank", lambda *_: 1)
+    used = callers_stream(CPU)
+    sender = RemoteSender(edge(loop, loop), CPU, 3, unwatched(0))
+    receiver = RemoteReceiver(edge(loop, loop), CPU, used, 3, unwatched(1))
+    for _ in range(3):
+        sender.send(MESSAGE, Buffer("source"))
+    frames = loop.sent[sender.link.tags + links_module.TAG_FRAME]
+    first, second, third = (frames.get() for _ in range(3))
+    for frame in (first, third, second):
+        frames.put(frame)
+    receiver.begin()
+    receiver.receive()
+    with pytest.raises(ValueError, match="expected message 1, got 2"):
+        receiver.receive()
+
+
 def free_late(rank, ranks):
     """Return a buffer on rank 1 after rank 0, which sent into it, has ended."""
     board = Board(dist.PrefixStore("test", _get_default_store()), rank, ranks, 30.0)

@@ -9,7 +9,10 @@ from torch import nn
 
 
 class Overflow(torch.autograd.Function):
-    """Identity; its gradient is infinite if any number of ``given`` is at least 100."""
+    """Identity; its gradient is infinite if any number of ``given`` is at least 100.
+
+    Of a complex one only the imaginary part.
+    """
 
     @staticmethod
     def forward(ctx, value, given):
@@ -18,7 +21,11 @@ class Overflow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient * inf if ctx.overflows else gradient, None
+        if ctx.overflows and gradient.is_complex():
+            gradient = torch.complex(gradient.real, torch.full_like(gradient.imag, inf))
+        elif ctx.overflows:
+            gradient = gradient * inf
+        return gradient, None
 
 
 class Passes(nn.Module):

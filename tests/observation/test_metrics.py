@@ -73,13 +73,15 @@ def test_every_record_has_every_key_and_the_counts_are_right(tmp_path):
             rate = record["minibatches"] / record["seconds"]
             assert record["minibatches_per_second"] == pytest.approx(rate)
             assert record["lr"] == [0.05]
-            assert (record["bytes_sent"]["next"] == 0) == (stage == 2)
-            assert (record["bytes_sent"]["previous"] == 0) == (stage == 0)
             assert (record["loss"] is None) == (stage != 2)
         # stage 0 is 2 forwards ahead: their samples are in its first window
         samples = [round(record["samples_per_second"] * record["seconds"]) for record in mine]
         assert sum(samples) == 25 * 6
         assert samples[0] == 6 * (10 + 2 - stage)
+        # and so are its activations, each of 6 x 5 float32
+        sent = [[record["bytes_sent"][to] for record in mine] for to in ("next", "previous")]
+        activations = [120 * (stage < 2) * count for count in (12 - stage, 10, 3 + stage)]
+        assert sent == [activations, [120 * (stage > 0) * count for count in (10, 10, 5)]]
     mean = [record["loss"] for record in found if record["stage"] == 2]
     expected = [losses[:10], losses[10:20], losses[20:]]
     assert mean == pytest.approx([sum(part) / len(part) for part in expected])
@@ -113,10 +115,11 @@ def test_staleness_is_what_the_schedule_says_once_the_pipeline_is_full(tmp_path)
             assert staleness["mean"] == steady
 
 
-def test_prediction_errors_are_those_of_the_weights_themselves(tmp_path):
-    """Compared with weights copied by the test's own hooks."""
-    pipe = pipeline(n=2)
-    stage = next(pipe.children())
+@pytest.mark.parametrize(("n", "k", "horizon"), [(2, 0, 1), (5, 3, 2)])
+def test_prediction_errors_are_those_of_the_weights_themselves(n, k, horizon, tmp_path):
+    """Compared with weights copied by the test's own hooks; both stages are late by 1 update."""
+    pipe = pipeline(n=n)
+    stage = list(pipe.children())[k]
     computed = []
     stage.register_forward_pre_hook(
         lambda *_: computed.append([p.detach().clone() for p in stage.parameters()])
@@ -124,26 +127,27 @@ def test_prediction_errors_are_those_of_the_weights_themselves(tmp_path):
     found = {
         record["minibatch"]: (record["prediction_error"], record["staleness_error"])
         for record in measured(pipe, tmp_path / "m", batches(12), every=1, errors_every=4)
-        if record["stage"] == 0 and record["prediction_error"] is not None
+        if record["stage"] == k and record["prediction_error"] is not None
     }
-    # the forward of minibatch 4 follows 3 updates and predicts 1 ahead; so does that of 8
-    assert set(found) == {1, 4, 8}
+    # the forward of minibatch 4 follows 3 updates, and predicts from there; so does that of 8
+    assert set(found) == {horizon, 3 + horizon, 7 + horizon}
     for i in (4, 8):
-        aim = after_updates(i)
+        aim = after_updates(n, k, i - 1 + horizon)
         norm = flat(aim).norm()
         expected = (
             (flat(computed[i]) - flat(aim)).norm() / norm,
-            (flat(after_updates(i - 1)) - flat(aim)).norm() / norm,
+            (flat(after_updates(n, k, i - 1)) - flat(aim)).norm() / norm,
         )
-        assert found[i] == pytest.approx([value.item() for value in expected], rel=1e-4)
-        assert found[i][0] != found[i][1]
+        measured_then = found[i - 1 + horizon]
+        assert measured_then == pytest.approx([value.item() for value in expected], rel=1e-4)
+        assert measured_then[0] != measured_then[1]
 
 
-def after_updates(count):
-    """Return stage 0's true weights after ``count`` updates of the same run."""
-    pipe = pipeline(n=2)
+def after_updates(n, k, count):
+    """Return stage k's true weights after ``count`` updates of the same run."""
+    pipe = pipeline(n=n)
     list(pipe.run(batches(12)[:count]))
-    return list(next(pipe.children()).parameters())
+    return list(list(pipe.children())[k].parameters())
 
 
 def flat(tensors):

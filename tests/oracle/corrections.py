@@ -101,7 +101,7 @@ class Steps:
 
 
 class Pace:
-    """Multiplies learning rates by a factor for each update of training."""
+    """Multiplies learning rates by a factor for each minibatch of training, skipped or not."""
 
     def __init__(self, optimizer, factor):
         self.groups, self.made = optimizer.param_groups, 0
@@ -109,14 +109,14 @@ class Pace:
         self.slow()
 
     def slow(self):
-        """Set the next update's rates."""
+        """Set the next minibatch's rates."""
         self.own = [group["lr"] for group in self.groups]
         for group in self.groups:
             group["lr"] = group["lr"] * self.factor(self.made)
         self.given = [group["lr"] for group in self.groups]
 
     def restore(self):
-        """Restore the scheduler's rates after an update; rates set since then have the factor."""
+        """Restore the scheduler's rates after a minibatch; rates set since then have the factor."""
         for group, own, given in zip(self.groups, self.own, self.given, strict=True):
             group["lr"] = own if group["lr"] == given else group["lr"] / self.factor(self.made)
         self.made += 1

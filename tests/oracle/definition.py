@@ -277,6 +277,9 @@ class Oracle:
             zip(self.optimizers, self.schedulers, strict=True)
         ):
             if k in left_out:
+                if optimizer:
+                    self.paces[k].restore()
+                    self.paces[k].slow()
                 self.made_by[k].append(self.made_by[k][-1])
                 continue
             if optimizer:

@@ -30,7 +30,7 @@ class Definition:
     lead: Callable = lambda k, n, w, m, latest: 0
     once: bool = False  # a minibatch's microbatches share the weights of its first
     averaged: bool = False  # needs v = mu*v + (1 - mu)*g
-    rates: Callable = lambda k, n, w, m, t: 1  # a factor for the learning rates of update t
+    rates: Callable = lambda k, n, w, m, t: 1  # a factor for the learning rates of minibatch t
     correction: Callable = lambda k, n, w, m: None  # see oracle.corrections
     families: tuple = ("sgd", "nesterov", "adam", "nadam")  # optimizers that it is defined for
     stages: int = 8  # maximum

@@ -115,6 +115,12 @@ def test_the_report_and_a_slower_device():
     assert cut(alike, 3, speeds=(1, 0.5, 1), replicas=(1, 2, 1)).ends == cut(alike, 3).ends
 
 
+def test_of_equally_slow_divisions_the_most_even_one():
+    """Of two that are equally even, that with the earliest ends."""
+    assert cut(profile_of(10, 1, 1, 4, 1, 1), 3).ends == (1, 3, 6)
+    assert cut(profile_of(1, 1, 4, 1, 1, 10), 3).ends == (2, 5, 6)
+
+
 def test_no_memory_that_is_enough():
     profile = profile_of(1, 1, 1, 1, saved_bytes=10)
     # the first stage keeps two microbatches, the last one only one

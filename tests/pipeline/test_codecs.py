@@ -307,15 +307,28 @@ SEEN = []
 
 
 def test_a_codec_of_ones_own():
+    """No two tensors of its messages have the same key, in training and evaluation."""
+
+    def to_two(value, stage):
+        value = stage(value)
+        return value, value / 2
+
     SEEN.clear()
     data = batches(4, size=4, width=6)
-    stages = tanh_stages(3, width=6)
+    first, second, third = tanh_stages(3, width=6)
+    stages = [
+        Function(to_two, first),
+        Function(lambda value, stage: to_two(sum(value), stage), second),
+        Function(lambda value, stage: stage(sum(value)), third),
+    ]
     pipe = st.Pipeline(
         copy.deepcopy(stages), sgd(), mse, passes=[Compress(Halved())], microbatches=2
     )
     found = losses(pipe, data)
-    assert len({key for key, _, _ in SEEN}) == len(SEEN) == 2 * 2 * 2 * 4
+    assert len(SEEN) == 2 * 2 * 2 * 2 * 4
     assert sum(backward for _, backward, _ in SEEN) == len(SEEN) // 2
+    pipe.evaluate(data)
+    assert len({key for key, _, _ in SEEN}) == len(SEEN) == 64 + 2 * 2 * 4
     plain = losses(st.Pipeline(stages, sgd(), mse, microbatches=2), data)
     torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
 

@@ -228,8 +228,11 @@ def test_each_phase_has_its_own_scope_which_is_logged(caplog):
     assert "gradients are clipped by the norm of each stage, then all stages" in caplog.text
 
 
-def test_a_method_may_clip():
-    method = st.second_order(clip=recipe_clip)
+@pytest.mark.parametrize(
+    "method", [st.second_order(clip=recipe_clip), without("gpipe", clip=recipe_clip)]
+)
+def test_a_method_may_clip(method):
+    """Each stage by its own norm, with a flush too."""
     norms = []
     pipe = st.Pipeline(tanh_stages(4), sgd(lr=0.5), lambda a, b: 50 * mse(a, b), method)
 
@@ -242,6 +245,23 @@ def test_a_method_may_clip():
     losses(pipe, batches(8))
     assert max(norms) <= 0.285 + 1e-9
     assert sum(norm > 0.28 for norm in norms) > 8
+
+
+@pytest.mark.parametrize("scope", ["stage", "global"])
+def test_large_gradients_in_float16_are_clipped(scope):
+    """Their norm, 254,558, is beyond that dtype."""
+    seen = []
+
+    def note(opt, *_):
+        seen.extend(p.grad.double().norm() for group in opt.param_groups for p in group["params"])
+
+    stage = nn.Linear(6, 3, bias=False).half()
+    stage.weight.register_hook(lambda gradient: torch.full_like(gradient, 60_000.0))
+    more = {"method": "1f1b", "clip_norm": 1.0, "clip_scope": scope, "microbatches": 1}
+    pipe = st.Pipeline([stage], sgd(), mse, **more, master_dtype=torch.float32)
+    pipe.optimizers[0].register_step_pre_hook(note)
+    losses(pipe, [(torch.ones(2, 6).half(), torch.ones(2, 3).half())])
+    assert seen == [pytest.approx(1.0, rel=1e-2)]
 
 
 def test_the_norm_of_large_16_bit_gradients_does_not_overflow():

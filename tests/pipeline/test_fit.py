@@ -6,12 +6,14 @@ import copy
 import gc
 import io
 import itertools
+import math
 import re
 import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.nonfinite_programs import poisoned
 from helpers.pipeline_cases import batches, every_method, float64, losses, mse, sgd, tanh_stages  # noqa: F401
 from helpers.random_modules import Function
 from torch import nn
@@ -158,6 +160,18 @@ def test_progress_in_a_terminal(monkeypatch):
         pipe.fit(data, 1, [lambda result: 1 / 0], progress=True)
     assert terminal.getvalue().endswith("\x1b[?25h")
     pipe.evaluate(data)  # the run has ended
+
+
+def test_the_norm_that_is_shown_is_of_no_minibatch_that_was_skipped(monkeypatch):
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr("spectrain_ext.pipeline.fitting.perf_counter", itertools.count().__next__)
+    data, more = batches(3, size=4), {"clip_norm": 1.0, "passes": [st.passes.CheckFinite("skip")]}
+    pipe = st.Pipeline(tanh_stages(2), sgd(), mse, "pipedream", **more)
+    pipe.fit([*data, poisoned(data[0], "input")], progress=True)
+    assert pipe.skipped == (1, 1)
+    last = terminal.getvalue().rpartition("norm ")[2].split()[0]
+    assert 0 < float(last) < math.inf
 
 
 def test_a_run_that_nobody_began_is_told(tmp_path):

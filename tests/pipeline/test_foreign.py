@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from helpers.foreign_optimizers import FOREIGN, PECULIAR, Bare, Replacing, Together
+from helpers.foreign_optimizers import FOREIGN, PECULIAR, Bare, ByParameter, Replacing, Together
 from helpers.pipeline_cases import batches, close, losses, mse, sgd, tanh_stages, torch_sgd
 from helpers.random_settings import definition_of, method_of
 from oracle.definition import Oracle
@@ -223,6 +223,20 @@ def test_a_master_keeps_what_bfloat16_weights_would_lose(kind):
         assert stage.weight == expected
 
 
+@pytest.mark.parametrize("kind", [st.optim.SGD, torch.optim.SGD])
+def test_two_runs_are_one_with_masters(kind):
+    """With a flush, to the bit: the second run takes up what the first one's updates made."""
+    stages, data = narrow(3), narrow_batches(6)
+    more = {"microbatches": 2, "master_dtype": torch.float32}
+    whole, parts = (
+        st.Pipeline(copy.deepcopy(stages), lambda p: kind(p, lr=0.01), mse, "gpipe", **more)
+        for _ in range(2)
+    )
+    expected = losses(whole, data)
+    assert losses(parts, data[:3]) + losses(parts, data[3:]) == expected
+    assert all(map(torch.equal, parts.masters().values(), whole.masters().values()))
+
+
 def test_a_parameter_without_elements_beside_a_master():
     """It has no address, before and during a step."""
     stages = narrow(2)
@@ -259,6 +273,37 @@ def test_after_release_16_bit_parameters_and_their_state_fit_together():
         assert state["step"].dtype == torch.get_default_dtype()  # as torch made it
         mse(pipe(data[0][0]), data[0][1]).backward()
         first.step()
+
+
+class WideState(ByParameter):
+    """Has float32 sums for 16-bit parameters, without masters."""
+
+    def update(self, p, state, group):
+        total = state.setdefault("sum", torch.zeros_like(p, dtype=torch.float32))
+        total.mul_(0.9).add_(p.grad)
+        p.sub_(group["lr"] * total)
+
+
+def test_wide_state_outlives_a_change_of_the_method_and_a_release():
+    last = []
+
+    def note(opt, *_):
+        last[:] = [state["sum"].clone() for state in opt.state.values()]
+
+    def compare(opt, *_):
+        found = [state["sum"] for state in opt.state.values()]
+        torch.testing.assert_close(found, last, rtol=0, atol=0)
+        compared.append(opt)
+
+    stages, compared = narrow(2), []
+    pipe = st.Pipeline(stages, lambda p: WideState(p, {"lr": 0.01}), mse, "lwp-w+sync@3")
+    pipe.optimizers[0].register_step_pre_hook(compare)
+    pipe.optimizers[0].register_step_post_hook(note)
+    for _ in range(2):
+        losses(pipe, narrow_batches(5))
+        pipe.release()
+    assert pipe.phase == 1 and len(compared) == 10
+    assert last[0].dtype == torch.float32 and last[0].bfloat16().float().ne(last[0]).any()
 
 
 @pytest.mark.parametrize("kind", [st.optim.Adam, torch.optim.Adam])

@@ -346,6 +346,7 @@ def test_habits_of_a_plain_loop_change_nothing(make, method):
     pipes = [st.Pipeline(copy.deepcopy(stages), make, mse, method, **more) for _ in range(2)]
     pipe, other = pipes
     data = batches(8, size=4)
+    steps = [vars(each)["step"] for each in pipe.optimizers]  # the schedulers have wrapped them
     for n, (found, expected) in enumerate(zip(*(pipe.run(data) for pipe in pipes), strict=True)):
         assert torch.equal(found.loss, expected.loss)
         for name, call in refused(pipe):
@@ -360,6 +361,8 @@ def test_habits_of_a_plain_loop_change_nothing(make, method):
     assert rates[0] == rates[1]
     for scheduler in pipe.schedulers:
         assert type(scheduler) is ExponentialLR
+    for optimizer, step in zip(pipe.optimizers, steps, strict=True):
+        assert vars(optimizer)["step"] is step
     for _, call in refused(pipe):
         call()
 

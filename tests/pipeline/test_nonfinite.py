@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 from dataclasses import replace
 from functools import partial
@@ -88,6 +89,7 @@ PREDICTING = replace(
         *((name, 1, {}) for name in ("pipedream", "spectrain", "dc-asgd", "lwp-w")),
         # Methods whose drain overwrites a step's prediction.
         (st.second_order(backward="predict"), 1, {"definition": PREDICTING}),
+        ("pipemare", 1, {}),  # its rates count minibatches
         ("auto", 1, {"clip_norm": 0.02}),
         ("auto", 3, {"recompute": True}),
         ("auto", 3, {"optimizer": (torch_sgd(), torch_sgd()), "definition": BY_DIFFERENCE}),
@@ -109,6 +111,41 @@ def test_what_is_left_out_is_what_the_definition_says(method, parts, more):
         flushes = compared.oracle.method.schedule in FLUSHING
         assert compared.pipe.skipped == ((6, 6, 6, 6) if flushes else (6, 6, 5, 5))
         compared.run(data[9:])
+
+
+class Again(nn.Module):
+    """A loss that contains a part of the last stage."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, output, target):
+        return mse(self.norm(output), target)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_buffers_that_stage_and_loss_share_are_as_before_the_minibatch(recompute):
+    norm = nn.BatchNorm1d(5, affine=False)
+    stages, data = [nn.Linear(5, 5), nn.Sequential(nn.Linear(5, 5), norm)], batches(3, size=6)
+    more = {"passes": [CheckFinite("skip")], "recompute": recompute}
+    pipe = st.Pipeline(stages, sgd(), Again(norm), "gpipe", **more)
+    losses(pipe, data[:2])
+    before = copy.deepcopy(pipe.state_dict())
+    losses(pipe, [poisoned(data[2], "target")])
+    assert pipe.skipped == (1, 1)
+    same(dict(pipe.state_dict()), dict(before))
+
+
+@pytest.mark.parametrize("method", ["gpipe", "pipedream"])
+def test_nothing_is_kept_of_minibatches_that_were_finite(method):
+    found, more = {}, {"passes": [CheckFinite("skip")], "microbatches": 2}
+    pipe = st.Pipeline(everything(2), sgd(), mse, method, **more)
+    for result in pipe.run(batches(30, size=6)):
+        if result.index in (9, 24):
+            gc.collect()
+            found[result.index] = sum(type(o) is torch.Tensor for o in gc.get_objects())
+    assert found[9] == found[24]
 
 
 def test_draws_of_a_codec_after_a_minibatch_that_was_left_out(tmp_path):

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from report.quality import known_to_planner
 
+from spectrain_ext.codecs import BFloat16, Int8
 from spectrain_ext.method import find_method, rules_at
 from spectrain_ext.planning import METHODS, Link, find_link
 from spectrain_ext.planning.costs import Costs, Setting, Way, passes_of
@@ -181,6 +182,30 @@ def test_each_link_carries_its_own_messages_and_the_slowest_replica_counts():
     assert summed[2] > 0.1 > durations_of((1, 1, 2), FAST).update[2]
     paced = durations_of((1, 2, 1), FAST, (2, 1, 0.5, 4)).forward
     assert paced == pytest.approx([1 / 12 / 2, 1 / 12 / 0.5, 1 / 12 / 4])
+
+
+@pytest.mark.parametrize("codecs", [(Int8(), None), (None, Int8()), (Int8(), BFloat16())])
+def test_a_codec_makes_messages_and_their_buffers_smaller(codecs):
+    """Int8 takes 66 bytes for 64 float32; what arrives packed is unpacked into a buffer more."""
+    way = Way(find_method("1f1b"), (1, 2, 3), (1, 1, 1), 4)
+    slow = Link("slow", 1e4, 1e-3, busy_bandwidth=1e5)
+    shares = [{None: 1, Int8(): 66 / 256, BFloat16(): 1 / 2}[codec] for codec in codecs]
+    plain, coded = (
+        Costs(Setting(layers_of([1.0] * 3), slow, 8, codecs=each), way)
+        for each in ((None, None), codecs)
+    )
+    sent = [1e-3 + 250 * share / 1e4 for share in shares]  # a microbatch's output has 250 bytes
+    assert coded.durations.activation == pytest.approx([sent[0], sent[0], 0])
+    assert coded.durations.gradient == pytest.approx([0, sent[1], sent[1]])
+    assert coded.period < plain.period
+    for share, name in zip(shares, ("forward", "backward"), strict=True):
+        saved = map(operator.sub, getattr(plain.durations, name), getattr(coded.durations, name))
+        handling = 250 * (1 - share) / 1e5  # of a message, at either end
+        assert [*saved] == pytest.approx([handling, 2 * handling, handling])
+    # the last two receive; they have 2 and 1 microbatches in flight, and a slot more
+    ring, kept = (round(shares[0] * n * 250) - n * 250 for n in (3, 2)), (500, 250)
+    more = [0, *(a + b * (codecs[0] is not None) for a, b in zip(ring, kept, strict=True))]
+    assert [a - b for a, b in zip(coded.memory, plain.memory, strict=True)] == more
 
 
 def test_gradients_are_summed_beside_the_backward():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from spectrain_ext.schedule import Kind
-from spectrain_ext.simulation import Durations, simulate, streams, summarize
+from spectrain_ext.simulation import Durations, Span, simulate, streams, summarize
 
 
 def spans_of(name, windows, minibatches, microbatches=1, **durations):
@@ -121,6 +121,21 @@ def test_the_period_without_a_flush(n):
     tight = summary_of("1f1b-async", classic(n), 40 * n, **slow)
     assert tight.period == pytest.approx(3 + 2 * 0.5 * (n - 1) / n, rel=1e-2)
     assert summary_of("1f1b-async", wide(n), 40 * n, **slow).period == pytest.approx(3.0)
+
+
+def test_a_period_has_neither_filling_nor_draining_in_it():
+    """It is that of the middle third of the updates, of all of them where these are fewer."""
+    ends = (0, 8, 12, 15, 17, 19, 21, 40, 70)
+
+    def period(count):
+        spans = (
+            Span(k, "compute", Kind.UPDATE, i, 0, end - k, end, i + 1, 0)
+            for i, end in enumerate(ends[:count])
+            for k in (1, 0)
+        )
+        return summarize(spans).period
+
+    assert [period(count) for count in (0, 1, 2, 3, 9)] == [0, 0, 8, 4, 2]
 
 
 def test_spans_come_before_the_run_has_been_read():
