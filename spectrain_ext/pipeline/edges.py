@@ -22,6 +22,7 @@ from .batch import (
     send_batch,
     split,
 )
+from .tape import check_count
 
 
 class Traffic(Enum):
@@ -207,7 +208,9 @@ class Source:
             for one in microbatches_in(batch, "") or [batch]:
                 target = one if isinstance(one, Mapping) else one[1]
                 with placed("in count"):
-                    divisor += float(self._count(target))
+                    count = float(self._count(target))
+                    check_count(count, "what it returned")
+                    divisor += count
             return [1.0 / divisor if divisor else 0.0] * len(sizes)
         if len(sizes) == 1:
             return [1.0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any
 
 import torch
@@ -291,17 +292,33 @@ def checked_loss(returned: object, device: torch.device) -> tuple[Tensor, Tensor
             "loss_fn must return a scalar (a 0-d tensor), got shape "
             f"{tuple(loss.shape)}: take its mean"
         )
-    # The count becomes a float64 tensor, without a CPU wait for the device.
     if count is None:
         return loss, None
+    # The count becomes a float64 tensor, without a CPU wait for the device.
     if isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex():
-        return loss, count.detach().reshape(()).to(device, torch.float64, non_blocking=True)
+        if count.requires_grad:
+            raise ValueError(
+                "loss_fn returned a pair, which is (sum, count), and the count requires a "
+                "gradient: return two losses as one, their sum, and a sum of weights without its "
+                "graph, by detach()"
+            )
+        if not count.is_cpu:
+            return loss, count.detach().reshape(()).to(device, torch.float64, non_blocking=True)
+        count = count.item()
     if isinstance(count, (int, float)):
+        check_count(count, "loss_fn returned a pair, which is (sum, count), and the count")
         return loss, torch.full((), count, dtype=torch.float64, device=device)
     what = f"shape {tuple(count.shape)}" if isinstance(count, Tensor) else type(count).__name__
     raise TypeError(
-        f"the count of a pair (sum, count) must be a number or a 0-d tensor, got {what}"
+        f"the count of a pair (sum, count) must be a number or a 0-d tensor, got {what}; keep= "
+        "takes what is returned beside a loss"
     )
+
+
+def check_count(count: float, what: str) -> None:
+    """Refuse what no sum of losses can be divided by; 0 is allowed, the mean of nothing."""
+    if not 0 <= count < inf:
+        raise ValueError(f"{what} is {count}: expected a number of samples, or a sum of weights")
 
 
 def check_dependence(loss: Tensor, output: object) -> None:

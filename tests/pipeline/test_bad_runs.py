@@ -34,6 +34,9 @@ def scaled(output, target):
         (lambda out, y: (out.sum(), "3"), TypeError, "must be a number or a 0-d tensor, got str"),
         (lambda out, y: (out.sum(), y[:2, 0]), TypeError, r"or a 0-d tensor, got shape \(2,\)"),
         (lambda out, y: (out.sum(), 1, 2), TypeError, r"a pair \(sum, count\), got a tuple"),
+        (lambda out, y: (out.sum(), out), TypeError, r"got shape \(3, 5\); keep= takes what"),
+        (lambda out, y: (out.sum(), -2), ValueError, r"and the count is -2: .* a sum of weights$"),
+        (lambda out, y: (out.sum(), y[0, 0] / 0), ValueError, "and the count is -?inf: expected"),
     ],
 )
 @pytest.mark.parametrize("recompute", [False, True])
@@ -46,6 +49,28 @@ def test_losses(loss_fn, error, match, recompute):
     assert (caught.value.stage, caught.value.minibatch) == (2, 0)
     assert caught.value.action in (["loss", "recompute"] if recompute else ["loss"])
     assert all(map(torch.equal, pipe.state_dict().values(), before.values()))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_two_losses_are_no_sum_and_count(recompute):
+    """A positive loss may be a sum of weights, but no count requires a gradient."""
+
+    def two(output, target):
+        return mse(output, target), output.abs().mean()
+
+    pipe = st.Pipeline(tanh_stages(2), sgd(), two, microbatches=1, recompute=recompute)
+    before = copy.deepcopy(pipe.state_dict())
+    with pytest.raises(st.StageError, match="return two losses as one, their sum, and a sum of w"):
+        losses(pipe, batches(4))
+    assert all(map(torch.equal, pipe.state_dict().values(), before.values()))
+
+
+@pytest.mark.parametrize("count", [-1, float("nan"), float("inf")])
+def test_counts_in_advance(count):
+    pipe = st.Pipeline(tanh_stages(2), sgd(), mse, count=lambda y: torch.tensor(count))
+    with pytest.raises(ValueError, match=f"what it returned is {float(count)}: expected") as caught:
+        losses(pipe, batches(2))
+    assert caught.value.__notes__ == ["in count"]
 
 
 @dataclass
