@@ -190,7 +190,7 @@ class Source:
         if self._whole:
             assert isinstance(batch, tuple)
             numbered = enumerate(batch, i * len(batch))
-            return [split(one, n, 1, dims, objects)[0] for n, one in numbered]
+            return [split(one, n, 1, dims, objects, False)[0] for n, one in numbered]
         microbatches = split(batch, i, len(self._inputs), dims, objects)
         for k, count in enumerate(self._replicas.counts):
             if len(microbatches) < count:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,13 @@ from torch import nn
 import spectrain_ext as st
 
 X, THREE = torch.zeros(2, 5), torch.zeros(3, 5)
+LEAF = torch.zeros(2, 5, requires_grad=True)
+ENCODED = LEAF * 2  # as by a module in front of the pipeline
+with warnings.catch_warnings(action="ignore"):  # all are in prototype stage
+    CSR = X.to_sparse_csr()
+    NESTED = torch.nested.nested_tensor([X, THREE])
+    JAGGED = torch.nested.nested_tensor([X, THREE], layout=torch.jagged)
+PACKED = nn.utils.rnn.pack_sequence([THREE, X])
 
 
 def scaled(output, target):
@@ -85,6 +93,10 @@ class Hidden:
         (lambda x: None, "a stage's output: expected a tensor in it, got None"),
         (Hidden, r"a stage's output: expected a tensor, or .* got a Hidden\. What the last stage"),
         (lambda x: {"x": x, "n": [{3}]}, r"output\['n'\]\[0\]: expected a tensor, .* got a set"),
+        (lambda x: x.to_sparse(), r"a stage's output: expected a .* not dense \(torch.sparse_coo"),
+        (lambda x: (x, x.to_sparse_csr()), r"output\[1\]: .* \(torch.sparse_csr\); give its ind"),
+        (lambda x: torch.nested.as_nested_tensor([x, x]), r"a stage's output: .* a nested tensor"),
+        (lambda x: nn.utils.rnn.pack_sequence([x]), r"a stage's output: .* got a PackedSequence"),
         (lambda x: {0: x}, r"a stage's output: expected strings as keys, got 0"),
         (lambda x: ("x", [None]), r"a stage's output: expected a tensor in it, got \('x', \[None"),
     ],
@@ -117,6 +129,16 @@ def test_activations(output, match):
         (({"x": np.ones(4)}, X), TypeError, r"the input\['x'\]: .* got a ndarray"),
         (({"x": X}, {"y": THREE}), ValueError, r"the input\['x'\] has 2, the target\['y'\] has"),
         (st.Microbatches([(X, X), (X, THREE)]), ValueError, r"\[1\]: .* the target has shape"),
+        ((ENCODED, X), ValueError, "the input requires a gradient, .* first stage, .* detach"),
+        (({"x": [X, LEAF]}, X), ValueError, r"the input\['x'\]\[1\] requires a gradient"),
+        ((X, (X, ENCODED)), ValueError, r"the target\[1\] requires a gradient, .* the last one"),
+        ({"x": X, "y": ENCODED}, ValueError, r"\['y'\] requires a gradient, and none"),
+        (st.Microbatches([(X, X), (X, LEAF)]), ValueError, r"\[1\]: the target requires a gradient"),
+        ((X.to_sparse(), X), TypeError, r"not dense \(torch.sparse_coo\); give its indices and"),
+        ((X, {"y": CSR}), TypeError, r"target\['y'\]: .* \(torch.sparse_csr\)"),
+        ((NESTED, X), TypeError, r"input: .* a nested tensor; give torch.nested.to_padded_tensor"),
+        ((JAGGED, X), TypeError, r"the input: expected .* got a nested tensor; give"),
+        ((PACKED, X), TypeError, r"PackedSequence; give the padded tensor and the lengths, and pa"),
     ],
 )
 def test_batches(batch, error, match):
@@ -125,6 +147,12 @@ def test_batches(batch, error, match):
     with pytest.raises(error, match=r"batches\[2\].*" + match):
         losses(pipe, [*good, batch, *good])
     assert len(losses(pipe, good)) == 2
+
+
+def test_an_evaluation_takes_batches_with_a_graph():
+    pipe = st.Pipeline(tanh_stages(2), sgd(), mse)
+    plain, graphs = ([(x.double(), x.double())] * 3 for x in (X, ENCODED))
+    assert pipe.evaluate(graphs) == pipe.evaluate(plain)
 
 
 T, Y = torch.zeros(7, 6, 5), torch.zeros(6, 5)  # by time, as nn.LSTM has it
