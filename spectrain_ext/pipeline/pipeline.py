@@ -553,20 +553,20 @@ class Pipeline(Loops):
         return [weights for weights in self._weights if weights is not None]
 
     @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
         """The optimizers, in the order of stages; a stage without trainable parameters has none."""
         self._mend()
-        return [weights.optimizer for weights in self._trained]
+        return tuple(weights.optimizer for weights in self._trained)
 
     @property
-    def schedulers(self) -> list[LRScheduler]:
+    def schedulers(self) -> tuple[LRScheduler, ...]:
         """The learning-rate schedulers, in the order of stages; empty if there are none."""
-        return [each.scheduler for each in self._trained if each.scheduler is not None]
+        return tuple(each.scheduler for each in self._trained if each.scheduler is not None)
 
     @property
-    def random(self) -> list[StageRandom]:
+    def random(self) -> tuple[StageRandom, ...]:
         """The random number generators, in the order of stages."""
-        return [stage.random for stage in self._executor.stages]
+        return tuple(stage.random for stage in self._executor.stages)
 
     @property
     def skipped(self) -> tuple[int, ...]:

@@ -194,6 +194,13 @@ def test_an_optimizer_that_is_bound_already():
     refused(RuntimeError, "bound already", optimizer=optimizer)
 
 
+def test_another_optimizer_or_scheduler_in_the_place_of_one():
+    pipe = st.Pipeline(tanh_stages(2), sgd(), mse, scheduler=lambda o: StepLR(o, 1))
+    for held in (pipe.optimizers, pipe.schedulers, pipe.random):
+        with pytest.raises(TypeError, match="'tuple' object does not support item assignment"):
+            held[0] = held[1]
+
+
 # Methods and windows
 
 
