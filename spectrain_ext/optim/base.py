@@ -249,10 +249,9 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
 
     # Prediction in place.
 
-    def check_can_predict(self) -> None:
-        """Raise ValueError naming the first group whose momentum is 0."""
-        self._numbers()
-        self._parameters.check_momentum(self.param_groups)
+    def check_can_predict(self, law: Horizon = 1.0) -> None:
+        """Raise ValueError naming the first group that has no momentum for a law."""
+        self._law(law, has_gradient=True)
 
     def _numbers(self) -> list[Any]:
         return self._parameters.numbers(self.param_groups, self.rate_factor)
