@@ -96,7 +96,11 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         """
         self._refuse_while_predicted("add_param_group")
         if self._parameters.binding is not None:
-            raise RuntimeError("add_param_group: unbind() the optimizer first")
+            raise RuntimeError(
+                "add_param_group: the optimizer is bound to the parameters of a pipeline's stage; "
+                "release() the pipeline, and make another one of stages with the new parameters, "
+                "or unbind() an optimizer that you have bound yourself"
+            )
         without_compiler(super().add_param_group)(param_group)
         try:
             self._parameters.check_group(self.param_groups, len(self.param_groups) - 1)

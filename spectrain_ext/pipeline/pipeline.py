@@ -58,7 +58,7 @@ from .phases import ClipScope, TrainingPhase, set_up, widest
 from .processes import Processes
 from .run import Work
 from .stage import Stage
-from .tape import ModuleModes
+from .tape import ModuleModes, changing_modes
 from .ties import copies_of
 from .wires import Wires
 
@@ -137,6 +137,7 @@ class Pipeline(Loops):
         passes: Sequence[Pass] = (),
     ) -> None:
         super().__init__()
+        check_mode(type(self).__name__, ())
         with deferred():
             # Check everything before moving anything.
             known = self._processes
@@ -448,7 +449,8 @@ class Pipeline(Loops):
         """
         before = ModuleModes(self)
         try:
-            return super().train(mode)
+            with changing_modes("train: a stage"):
+                return super().train(mode)
         except BaseException:
             before.restore()
             raise

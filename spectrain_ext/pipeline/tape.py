@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import inf
 from typing import Any
 
@@ -148,6 +149,18 @@ class ModuleModes:
         finally:
             for part, training in self._modes:
                 part.training = training
+
+
+@contextmanager
+def changing_modes(what: str) -> Iterator[None]:
+    """Turn the error of a module that torch.export made into one that says what to do."""
+    try:
+        yield
+    except NotImplementedError as error:
+        raise RuntimeError(
+            f"{what} cannot change between training and evaluation ({error}), as one of "
+            "torch.export; give the module that was exported, which partition can trace"
+        ) from error
 
 
 # A forward.

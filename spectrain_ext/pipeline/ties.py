@@ -234,7 +234,8 @@ def _spans(modules: Mapping[int, nn.Module]) -> Iterator[_Span]:
     """Yield the memory of parameters, buffers and tensors in attributes, of each tensor once."""
     seen: set[Tensor] = set()
     for k, module in modules.items():
-        named = [("parameter", *each) for each in module.named_parameters()]
+        named: list[tuple[str, str, Tensor]] = []
+        named += [("parameter", *each) for each in module.named_parameters()]
         named += [("buffer", *each) for each in module.named_buffers()]
         for name, part in module.named_modules():
             if part._forward_pre_hooks:  # which may set them, as those of spectral_norm do

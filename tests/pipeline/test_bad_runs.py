@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from helpers.pipeline_cases import batches, float64, losses, mse, sgd, tanh_stages  # noqa: F401
+from helpers.pipeline_cases import batches, float64, losses, mse, sgd, tanh_stages, torch_sgd  # noqa: F401
 from helpers.random_modules import Function
 from torch import nn
 
@@ -133,7 +133,11 @@ def test_activations(output, match):
         (({"x": [X, LEAF]}, X), ValueError, r"the input\['x'\]\[1\] requires a gradient"),
         ((X, (X, ENCODED)), ValueError, r"the target\[1\] requires a gradient, .* the last one"),
         ({"x": X, "y": ENCODED}, ValueError, r"\['y'\] requires a gradient, and none"),
-        (st.Microbatches([(X, X), (X, LEAF)]), ValueError, r"\[1\]: the target requires a gradient"),
+        (
+            st.Microbatches([(X, X), (X, LEAF)]),
+            ValueError,
+            r"\[1\]: the target requires a gradient",
+        ),
         ((X.to_sparse(), X), TypeError, r"not dense \(torch.sparse_coo\); give its indices and"),
         ((X, {"y": CSR}), TypeError, r"target\['y'\]: .* \(torch.sparse_csr\)"),
         ((NESTED, X), TypeError, r"input: .* a nested tensor; give torch.nested.to_padded_tensor"),
@@ -224,7 +228,32 @@ def test_modes_around_a_run():
         assert len(losses(pipe, batches(3))) == 3
 
 
+def test_an_exported_stage_has_one_mode():
+    exported = torch.export.export(tanh_stages(1)[0], (torch.zeros(3, 5),)).module()
+    pipe = st.Pipeline([*tanh_stages(1), nn.Sequential(exported)], sgd(), mse, microbatches=1)
+    data = batches(2)
+    losses(pipe, data)
+    match = r"stages\[1\] cannot change between training and evaluation .*give the module that was"
+    with pytest.raises(RuntimeError, match="evaluate: " + match):
+        pipe.evaluate(data)
+    with pytest.raises(RuntimeError, match=r"train: a stage cannot change"):
+        pipe.eval()
+    assert all(module.training for module in pipe.modules())
+    losses(pipe, data)
+
+
 # Parameters that left the pipeline
+
+
+@pytest.mark.parametrize("released", [False, True])
+@pytest.mark.parametrize("make", [sgd(), torch_sgd()])
+def test_a_parameter_group_that_was_added(make, released):
+    pipe = st.Pipeline(tanh_stages(2), make, mse, "1f1b")
+    if released:
+        pipe.release()
+    with pytest.raises(RuntimeError, match=r"release\(\) th.* pipeline, and make .*new parameters"):
+        pipe.optimizers[1].add_param_group({"params": [nn.Parameter(torch.zeros(5))]})
+        losses(pipe, batches(2))
 
 
 def assigned(module):
