@@ -127,9 +127,9 @@ def pipemare(*, updates: float = 1000) -> Method:
     T3 is synchronous training before it: ``hybrid("1f1b", pipemare())``.
 
     Args:
-        updates: the updates over which learning rates rise from 1/D of themselves (T1). The paper
-            has a number for every task; choose one that is small compared with the training and not
-            smaller than a warm-up of learning rates.
+        updates: the minibatches, from the beginning of the phase, over which learning rates rise
+            from 1/D of themselves (T1). The paper has a number for every task; choose one that is
+            small compared with the training and not smaller than a warm-up of learning rates.
 
     Example:
         >>> st.hybrid("1f1b", st.pipemare(updates=500), after=100).name

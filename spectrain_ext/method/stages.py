@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import torch
 
+from spectrain_ext.operators.laws import Horizon, SecondOrder, law_named
 from spectrain_ext.schedule import Place, Replicas, Rules, find_generator, flushes, put_off
 
 from .formulas import WINDOWS, WINDOWS_OF_SCHEDULES, delay_under
@@ -125,7 +126,7 @@ def rules_at(method: Method, place: Place, optimizer: torch.optim.Optimizer | No
     if not usual:
         check_rules(method, place, rules)
     _check_limits(method, place)
-    if method.otherwise is None or optimizer is None or _has_momentum(optimizer):
+    if method.otherwise is None or optimizer is None or _can_predict(optimizer, rules):
         return rules
     assert horizon != "counted"
     return replace(rules, law=method.otherwise, forward_horizon=horizon + rules.lead, lead=0)
@@ -155,7 +156,7 @@ def _check_limits(method: Method, place: Place) -> None:
 
 @runtime_checkable
 class _Predicting(Protocol):
-    def check_can_predict(self) -> None: ...
+    def check_can_predict(self, law: Horizon = ...) -> None: ...
     def check_correction(self, correction: Correction | None) -> None: ...
 
 
@@ -173,14 +174,25 @@ def family_of(optimizer: torch.optim.Optimizer) -> str | None:
     return next((name for name, kind in _CLASSES.items() if isinstance(optimizer, kind)), None)
 
 
-def _has_momentum(optimizer: torch.optim.Optimizer) -> bool:
+def _can_predict(optimizer: torch.optim.Optimizer, rules: Rules) -> bool:
     if not isinstance(optimizer, _Predicting):
         return False
     try:
-        optimizer.check_can_predict()
+        _check_laws(optimizer, rules)
     except ValueError:
         return False
     return True
+
+
+def _check_laws(optimizer: _Predicting, rules: Rules) -> None:
+    """Raise ValueError if the optimizer has no momentum for a prediction of a stage."""
+    ahead = 1 if rules.forward_horizon == "counted" else max(1, rules.forward_horizon)
+    second = rules.law == "second-order"
+    optimizer.check_can_predict(
+        SecondOrder(ahead, rules.lead) if second else law_named(rules.law, ahead)
+    )
+    if rules.backward_horizon:
+        optimizer.check_can_predict(law_named(rules.law, rules.backward_horizon))
 
 
 def check_optimizer(method: Method, rules: Rules, k: int, optimizer: torch.optim.Optimizer) -> None:
@@ -213,7 +225,7 @@ def check_optimizer(method: Method, rules: Rules, k: int, optimizer: torch.optim
         )
     try:
         if predicts:
-            optimizer.check_can_predict()
+            _check_laws(optimizer, rules)
         optimizer.check_correction(rules.correction)
     except (ValueError, TypeError) as error:
         wrong = TypeError if isinstance(error, TypeError) else ValueError

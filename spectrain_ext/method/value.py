@@ -84,7 +84,7 @@ class Method:
         smoothed: the method needs the momentum of ``SGD(smoothed=True)``.
         clip: a rule for the largest norm of a stage's gradient; None: no clipping.
         rates: ``(place, t) -> factor`` on the stage's learning rates in the update of minibatch t
-            of training, from 0, and in predictions before it; parameter groups keep their ``lr``.
+            of the phase, from 0, and in predictions before it; parameter groups keep their ``lr``.
             None: 1.
         correction: a rule for how late gradients change updates: one of
             ``spectrain_ext.corrections``, an object with ``sgd`` and ``adam`` like these, or None.

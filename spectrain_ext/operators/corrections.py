@@ -220,8 +220,8 @@ class SpikeCompensation(Correction):
 class AdaptiveBraking(Correction):
     """Shrinks gradients along the momentum and grows those against it.
 
-    v' = mu*v + (1 - strength*cos(g, v))*g, with the angle of each parameter's own tensors
-    (Venigalla et al., arXiv 2007.01397). For SGD with momentum; weight decay does not affect it.
+    v' = mu*v + (1 - strength*cos(g, v))*g + decay*W, with the angle of each parameter's own tensors
+    (Venigalla et al., arXiv 2007.01397). For SGD with momentum; weight decay is not braked.
 
     Args:
         strength: rho, at least 0.

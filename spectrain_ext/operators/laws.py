@@ -6,6 +6,7 @@ Adam), d gradient with weight decay, s horizon in updates.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol, SupportsFloat, TypeAlias
@@ -170,6 +171,14 @@ def as_law(steps: Horizon, name: str = "steps") -> Law:
     if hasattr(type(steps), "sgd"):
         return steps  # type: ignore[return-value]
     return Linear(horizon(name, steps))  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=1024)  # a run repeats the same few
+def law_named(law: str | Callable[[int], Law], horizon: int) -> Law:
+    """Return a method's law, a name or a function, for a prediction that no step writes."""
+    if not isinstance(law, str):
+        return law(horizon)
+    return Geometric(horizon) if law == "geometric" else Linear(horizon)
 
 
 def terms_of(law: Law, numbers: Hyperparameters) -> list[Term]:

@@ -98,7 +98,11 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         """
         self._refuse_while_predicted("add_param_group")
         if self._parameters.binding is not None:
-            raise RuntimeError("add_param_group: unbind() the optimizer first")
+            raise RuntimeError(
+                "add_param_group: the optimizer is bound to the parameters of a pipeline's stage; "
+                "release() the pipeline, and make another one of stages with the new parameters, "
+                "or unbind() an optimizer that you have bound yourself"
+            )
         without_compiler(super().add_param_group)(param_group)
         try:
             self._parameters.check_group(self.param_groups, len(self.param_groups) - 1)
@@ -267,10 +271,9 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
 
     # Prediction in place.
 
-    def check_can_predict(self) -> None:
-        """Raise ValueError naming the first group whose momentum is 0."""
-        self._numbers()
-        self._parameters.check_momentum(self.param_groups)
+    def check_can_predict(self, law: Horizon = 1.0) -> None:
+        """Raise ValueError naming the first group that has no momentum for a law."""
+        self._law(law, has_gradient=True)
 
     def _numbers(self) -> list[Any]:
         return self._parameters.numbers(self.param_groups, self.rate_factor)

@@ -179,7 +179,10 @@ class Parameters:
         if (law, has_gradient) in self._good:
             return
         for index, numbers in enumerate(self._numbers):
-            terms = terms_of(law, numbers)
+            try:
+                terms = terms_of(law, numbers)
+            except ValueError as error:
+                raise ValueError(f"parameter group {index}: {error}") from None
             if terms:
                 self.check_momentum(groups, only=index)
             if not has_gradient and any(term.gradient for term in terms):

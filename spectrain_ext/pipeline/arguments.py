@@ -18,6 +18,8 @@ from spectrain_ext import _C
 from spectrain_ext.method import Method, microbatches_of
 from spectrain_ext.schedule import Replicas
 
+_TRAINED = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
 
 def checked_stages(stages: Iterable[nn.Module], sharded: bool = False) -> list[nn.Module]:
     """Return the stages as a list of modules; they may share parameters, but not modules.
@@ -68,6 +70,11 @@ def checked_stages(stages: Iterable[nn.Module], sharded: bool = False) -> list[n
                     "for gradients in backwards of its own; give the module without it, and "
                     "DistributedPipeline(..., replicas=...) for replicas of a stage"
                 )
+            if isinstance(part, torch.jit.ScriptModule):
+                raise TypeError(
+                    f"{where} is a {type(part).__name__} of torch.jit, whose code and buffers are "
+                    "not Python's; give the module that it was made of, or torch.compile of that"
+                )
             if getattr(part.__dict__.get("forward"), "__module__", "") == "torch.cuda.graphs":
                 raise ValueError(
                     f"{where} was captured in CUDA "
@@ -88,6 +95,20 @@ def checked_stages(stages: Iterable[nn.Module], sharded: bool = False) -> list[n
                     f"stages[{k}]: {kind} {name!r} is a DTensor, as tensor parallelism makes; "
                     "parameters may be DTensors in a DistributedPipeline(..., group=mesh), with a "
                     "mesh that has the dimensions 'pp' and 'tp'"
+                )
+            if tensor.is_inference():
+                raise ValueError(
+                    f"stages[{k}]: {kind} {name!r} was made in inference mode and cannot be "
+                    "trained with; make or load the module outside of it, or give "
+                    "copy.deepcopy(module), made outside"
+                )
+            if kind == "parameter" and tensor.requires_grad and tensor.dtype not in _TRAINED:
+                remedy = "freeze it by requires_grad_(False)"
+                if tensor.is_complex():
+                    remedy += ", or keep torch.view_as_real of it, and view_as_complex in forward"
+                raise TypeError(
+                    f"stages[{k}]: parameter {name!r} is {tensor.dtype}, and a pipeline trains "
+                    f"float32, float64, float16 and bfloat16; {remedy}"
                 )
             if tensor.is_meta:
                 raise ValueError(

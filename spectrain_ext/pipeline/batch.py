@@ -55,6 +55,7 @@ def split(
     microbatches: int,
     split_dim: SplitDim = 0,
     objects: bool = True,  # whether it may contain objects other than tensors and constants
+    trains: bool = True,  # whether gradients are computed, none of which goes back to the batch
 ) -> list[Microbatch]:
     """Check a batch and split it into parts whose sizes differ by at most one, or use its own."""
     where = f"batches[{minibatch}]"
@@ -65,10 +66,10 @@ def split(
                 f"{where}: expected a list of at most {microbatches} microbatches, as many as the "
                 f"pipeline was made for, got {len(cut)}"
             )
-        members = [_checked(one, f"{where}[{n}]", objects) for n, one in enumerate(cut)]
+        members = [_checked(one, f"{where}[{n}]", objects, trains) for n, one in enumerate(cut)]
         samples = [_samples(member, _dims_of(member, split_dim)) for member in members]
         return [Microbatch(*m[2:], n) for m, n in zip(members, samples, strict=True)]
-    whole = _checked(batch, where, objects)
+    whole = _checked(batch, where, objects, trains)
     if microbatches == 1:
         _warn_of_another_dim(whole, split_dim)
     dims = _dims_of(whole, split_dim)
@@ -123,13 +124,13 @@ def _no_batch(batch: object, where: str) -> TypeError:
     )
 
 
-def _checked(batch: Any, where: str, objects: bool) -> _Batch:
+def _checked(batch: Any, where: str, objects: bool, trains: bool) -> _Batch:
     if isinstance(batch, Mapping):
-        values, sides = (batch, batch), [_message(batch, where, objects)] * 2
+        values, sides = (batch, batch), [_message(batch, where, objects, trains)] * 2
     elif is_pair(batch):
         values = x, y = tuple(batch)
-        sides = [_message(x, f"{where}: the input", objects)]
-        sides.append(_message(y, f"{where}: the target", objects))
+        sides = [_message(x, f"{where}: the input", objects, trains)]
+        sides.append(_message(y, f"{where}: the target", objects, trains))
     else:
         raise _no_batch(batch, where)
     if not (sides[0].tensors or sides[1].tensors):
@@ -137,14 +138,20 @@ def _checked(batch: Any, where: str, objects: bool) -> _Batch:
     return _Batch(where, values, *sides)
 
 
-def _message(value: object, where: str, objects: bool) -> Message:
+def _message(value: object, where: str, objects: bool, trains: bool) -> Message:
     tensors: list[Tensor] = []
     form = flattened(value, where, tensors, referred if objects else refused)
-    for tensor in tensors:
+    for n, tensor in enumerate(tensors):
         if tensor.is_meta:
             raise ValueError(
                 f"{where}: a tensor of shape {tuple(tensor.shape)} is on the meta device and has "
                 "no values"
+            )
+        if trains and tensor.requires_grad:
+            raise ValueError(
+                f"{where}{[*places_in(form)][n]} requires a gradient, and none goes back to a "
+                "batch: make the modules that it comes from a part of the first stage, or of the "
+                "last one for a target; or give detach() of it"
             )
     detached = tuple([tensor.detach() for tensor in tensors])
     return Message(detached, (False,) * len(detached), form)

@@ -33,6 +33,7 @@ from .tape import (
     Tape,
     activation,
     called,
+    changing_modes,
     check_dependence,
     checked_loss,
     copied_out,
@@ -127,7 +128,8 @@ class Compute:
             if self._mode is Mode.EVALUATE:
                 self.numbers = StageRandom(stage.index, stage.device)
                 self._modes = ModuleModes(stage.module)
-                self._modes.evaluate()
+                with changing_modes(f"evaluate: stages[{stage.index}]"):
+                    self._modes.evaluate()
 
     def handlers(self) -> dict[Kind, Handler]:
         edges = self._edges

@@ -22,6 +22,7 @@ from .batch import (
     send_batch,
     split,
 )
+from .tape import check_count
 
 
 class Traffic(Enum):
@@ -190,7 +191,7 @@ class Source:
         if self._whole:
             assert isinstance(batch, tuple)
             numbered = enumerate(batch, i * len(batch))
-            return [split(one, n, 1, dims, objects)[0] for n, one in numbered]
+            return [split(one, n, 1, dims, objects, False)[0] for n, one in numbered]
         microbatches = split(batch, i, len(self._inputs), dims, objects)
         for k, count in enumerate(self._replicas.counts):
             if len(microbatches) < count:
@@ -208,7 +209,9 @@ class Source:
             for one in microbatches_in(batch, "") or [batch]:
                 target = one if isinstance(one, Mapping) else one[1]
                 with placed("in count"):
-                    divisor += float(self._count(target))
+                    count = float(self._count(target))
+                    check_count(count, "what it returned")
+                    divisor += count
             return [1.0 / divisor if divisor else 0.0] * len(sizes)
         if len(sizes) == 1:
             return [1.0]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import Tensor
 
 from spectrain_ext.schedule import Kind
+from spectrain_ext.schedule.lowering import STEPS_OF_TRAINING
 from spectrain_ext.transport import Message
 
 if TYPE_CHECKING:
@@ -148,6 +149,18 @@ class Pass:
     def tells(self, i: int) -> float:
         """Return a number that all stages get the largest of, see ``tells_all``."""
         return 0.0
+
+
+def handlers_of(each: Pass, run: Any) -> Mapping[Kind, Handler]:
+    """Begin a run of a pass; refuse steps of its own that no training has."""
+    steps = each.begin(run)
+    for kind in steps:
+        if kind not in STEPS_OF_TRAINING:
+            raise ValueError(
+                f"passes: begin() of {type(each).__name__} returned a handler for {kind}, which is "
+                "no step of a training; schedule/lowering.py has those that a stage runs"
+            )
+    return steps
 
 
 def hooks(passes: Sequence[Pass], name: str) -> list[Any]:

@@ -58,7 +58,7 @@ from .phases import ClipScope, TrainingPhase, set_up, widest
 from .processes import Processes
 from .run import Work
 from .stage import Stage
-from .tape import ModuleModes
+from .tape import ModuleModes, changing_modes
 from .ties import copies_of
 from .wires import Wires
 
@@ -137,6 +137,7 @@ class Pipeline(Loops):
         passes: Sequence[Pass] = (),
     ) -> None:
         super().__init__()
+        check_mode(type(self).__name__, ())
         with deferred():
             # Check everything before moving anything.
             known = self._processes
@@ -449,7 +450,8 @@ class Pipeline(Loops):
         """
         before = ModuleModes(self)
         try:
-            return super().train(mode)
+            with changing_modes("train: a stage"):
+                return super().train(mode)
         except BaseException:
             before.restore()
             raise
@@ -554,20 +556,20 @@ class Pipeline(Loops):
         return [weights for weights in self._weights if weights is not None]
 
     @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
         """The optimizers, in the order of stages; a stage without trainable parameters has none."""
         self._mend()
-        return [weights.optimizer for weights in self._trained]
+        return tuple(weights.optimizer for weights in self._trained)
 
     @property
-    def schedulers(self) -> list[LRScheduler]:
+    def schedulers(self) -> tuple[LRScheduler, ...]:
         """The learning-rate schedulers, in the order of stages; empty if there are none."""
-        return [each.scheduler for each in self._trained if each.scheduler is not None]
+        return tuple(each.scheduler for each in self._trained if each.scheduler is not None)
 
     @property
-    def random(self) -> list[StageRandom]:
+    def random(self) -> tuple[StageRandom, ...]:
         """The random number generators, in the order of stages."""
-        return [stage.random for stage in self._executor.stages]
+        return tuple(stage.random for stage in self._executor.stages)
 
     @property
     def skipped(self) -> tuple[int, ...]:

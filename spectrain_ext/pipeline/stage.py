@@ -185,7 +185,7 @@ class Stage:
             self.weights.check(self.index)
 
     def check_flags(self) -> None:
-        """Raise RuntimeError if a parameter was frozen or unfrozen since the stage was made."""
+        """Raise RuntimeError if other parameters are trained than when the stage was made."""
         now = _learning(self.module)
         if now != self._learning:
             name = min(now ^ self._learning)
@@ -194,6 +194,12 @@ class Stage:
                 f"{'unfrozen' if name in now else 'frozen'} since the pipeline was made; save a "
                 "checkpoint, release() this pipeline, make a new one of the stages, and load the "
                 "checkpoint into that"
+            )
+        if self.weights is not None and not self.weights.has_same_groups():
+            raise RuntimeError(
+                f"stages[{self.index}]: its {type(self.weights.optimizer).__name__} holds other "
+                "parameters than when the pipeline was made, as after add_param_group; release() "
+                "this pipeline, and make a new one of stages with the new parameters"
             )
 
     def hold_weights(self, minibatches: int) -> None:

@@ -10,7 +10,7 @@ from spectrain_ext.schedule import Kind
 
 from .compute import Compute, Mode
 from .edges import Cursor, StageEdges
-from .passes import Handler, in_turn
+from .passes import Handler, handlers_of, in_turn
 from .stage import Stage
 from .updates import Clipping, GlobalNorm, Loads, Updates
 
@@ -60,7 +60,7 @@ class StageRun:
                 # On the CPU nothing needs to wait for the update that has written the weights.
                 idle = stage.immediate and weights.versions.loads_nothing
                 self._steps += [] if idle else [Loads(stage, weights, storage).handlers()]
-        of_passes = [each.begin(self) for each in stage.passes]
+        of_passes = [handlers_of(each, self) for each in stage.passes]
         self.compute.begin()
         self._steps.append(self.compute.handlers())
         self._of_passes = of_passes if self.trains else []

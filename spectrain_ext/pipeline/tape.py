@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from math import inf
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from spectrain_ext.rng import States
 from spectrain_ext.transport import Buffer, Header, Message, Microbatches, Receiver, Slot
-from spectrain_ext.transport.message import TENSOR, flattened, tensors_in, unflattened
+from spectrain_ext.transport.message import TENSOR, flattened, is_dense, tensors_in, unflattened
 from spectrain_ext.weights.storage import local_part, whole
 
 _DESCRIBED = 200  # characters about what a module was called with
@@ -149,6 +151,18 @@ class ModuleModes:
                 part.training = training
 
 
+@contextmanager
+def changing_modes(what: str) -> Iterator[None]:
+    """Turn the error of a module that torch.export made into one that says what to do."""
+    try:
+        yield
+    except NotImplementedError as error:
+        raise RuntimeError(
+            f"{what} cannot change between training and evaluation ({error}), as one of "
+            "torch.export; give the module that was exported, which partition can trace"
+        ) from error
+
+
 # A forward.
 
 
@@ -212,7 +226,7 @@ def _address(tensor: Tensor) -> int | None:
 
 
 def activation(value: object) -> Message:
-    if isinstance(value, Tensor):  # most are: the general way takes 0.6 us more
+    if isinstance(value, Tensor) and is_dense(value):  # most are: the general way takes 0.6 us more
         return Message((value.detach(),), (value.requires_grad,), TENSOR)
     tensors: list[Tensor] = []
     try:
@@ -291,17 +305,33 @@ def checked_loss(returned: object, device: torch.device) -> tuple[Tensor, Tensor
             "loss_fn must return a scalar (a 0-d tensor), got shape "
             f"{tuple(loss.shape)}: take its mean"
         )
-    # The count becomes a float64 tensor, without a CPU wait for the device.
     if count is None:
         return loss, None
+    # The count becomes a float64 tensor, without a CPU wait for the device.
     if isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex():
-        return loss, count.detach().reshape(()).to(device, torch.float64, non_blocking=True)
+        if count.requires_grad:
+            raise ValueError(
+                "loss_fn returned a pair, which is (sum, count), and the count requires a "
+                "gradient: return two losses as one, their sum, and a sum of weights without its "
+                "graph, by detach()"
+            )
+        if not count.is_cpu:
+            return loss, count.detach().reshape(()).to(device, torch.float64, non_blocking=True)
+        count = count.item()
     if isinstance(count, (int, float)):
+        check_count(count, "loss_fn returned a pair, which is (sum, count), and the count")
         return loss, torch.full((), count, dtype=torch.float64, device=device)
     what = f"shape {tuple(count.shape)}" if isinstance(count, Tensor) else type(count).__name__
     raise TypeError(
-        f"the count of a pair (sum, count) must be a number or a 0-d tensor, got {what}"
+        f"the count of a pair (sum, count) must be a number or a 0-d tensor, got {what}; keep= "
+        "takes what is returned beside a loss"
     )
+
+
+def check_count(count: float, what: str) -> None:
+    """Refuse what no sum of losses can be divided by; 0 is allowed, the mean of nothing."""
+    if not 0 <= count < inf:
+        raise ValueError(f"{what} is {count}: expected a number of samples, or a sum of weights")
 
 
 def check_dependence(loss: Tensor, output: object) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from spectrain_ext.transport.message import is_dense
+from spectrain_ext.weights.storage import local_part
 
 from .names import bare, found_as
 
@@ -137,6 +141,7 @@ def names_of(module: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 def copies_of(modules: Sequence[nn.Module], indices: Sequence[int]) -> list[Copy]:
     """Find the copies in these stages: one object in several stages, or declared by attribute."""
+    _check_memory(dict(zip(indices, modules, strict=True)))
     copies: list[Copy] = []
     owners: dict[nn.Parameter, tuple[int, str, nn.Parameter]] = {}  # of originals and copies
     here = dict(zip(indices, modules, strict=True))
@@ -190,3 +195,74 @@ def _declared_ties(module: nn.Module, k: int) -> dict[str, tuple[int, str]]:
         if name not in known:
             raise ValueError(f"stages[{k}].{ATTRIBUTE}: it has no parameter {name!r}")
     return ties
+
+
+# Memory that a parameter shares with another tensor.
+
+
+class _Span(NamedTuple):
+    """The memory of a tensor, from its first element to its last one."""
+
+    device: str
+    begin: int  # address
+    end: int
+    tensor: Tensor
+    trained: bool
+    stage: int
+    name: str  # with its kind
+
+
+def _check_memory(modules: Mapping[int, nn.Module]) -> None:
+    """Refuse trainable parameters whose memory another tensor of the stages has too."""
+    before: list[_Span] = []
+    for span in sorted(_spans(modules), key=lambda span: span[:3]):
+        before = [each for each in before if each.device == span.device and each.end > span.begin]
+        for other in before:
+            if (span.trained or other.trained) and _overlap(span, other):
+                first, second = sorted((other, span), key=lambda each: each.stage)
+                raise ValueError(
+                    f"stages[{second.stage}]: {second.name} has memory in common with "
+                    f"{first.name} of stages[{first.stage}], and is another tensor: the pipeline "
+                    "moves parameters to buffers of its own, and the two would no longer be one; "
+                    "share the Parameter itself, as head.weight = embedding.weight does, or give "
+                    "one of them a clone()"
+                )
+        before.append(span)
+
+
+def _spans(modules: Mapping[int, nn.Module]) -> Iterator[_Span]:
+    """Yield the memory of parameters, buffers and tensors in attributes, of each tensor once."""
+    seen: set[Tensor] = set()
+    for k, module in modules.items():
+        named: list[tuple[str, str, Tensor]] = []
+        named += [("parameter", *each) for each in module.named_parameters()]
+        named += [("buffer", *each) for each in module.named_buffers()]
+        for name, part in module.named_modules():
+            if part._forward_pre_hooks:  # which may set them, as those of spectral_norm do
+                continue
+            for leaf, value in vars(part).items():
+                if isinstance(value, Tensor):
+                    named.append(("attribute", f"{name}.{leaf}".removeprefix("."), value))
+        for kind, name, tensor in named:
+            local = local_part(tensor)
+            if tensor in seen or not local.numel() or not is_dense(local):
+                continue
+            seen.add(tensor)
+            begin = local.data_ptr()
+            if begin:  # subclasses of quantized weights have none
+                strides = zip(local.shape, local.stride(), strict=True)
+                last = sum((size - 1) * stride for size, stride in strides)
+                end = begin + (last + 1) * local.itemsize
+                trained = kind == "parameter" and tensor.requires_grad
+                where = f"{kind} {bare(name)!r}"
+                yield _Span(str(local.device), begin, end, local, trained, k, where)
+
+
+def _overlap(span: _Span, other: _Span) -> bool:
+    """Whether two tensors have an element in common; columns of a matrix have none."""
+    a, b, first = span.tensor, other.tensor, min(span.begin, other.begin)
+    if a.dtype != b.dtype or (span.begin - other.begin) % a.itemsize:
+        return True
+    marks = torch.zeros((max(span.end, other.end) - first) // a.itemsize, dtype=torch.bool)
+    marks.as_strided(a.shape, a.stride(), (span.begin - first) // a.itemsize).fill_(True)
+    return bool(marks.as_strided(b.shape, b.stride(), (other.begin - first) // a.itemsize).any())

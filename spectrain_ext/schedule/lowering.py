@@ -72,6 +72,12 @@ ORDER: Mapping[Kind, tuple[Kind, ...]] = {
     ),
 }
 
+#: Some of an evaluation wait for what never arrives in a training.
+_OF_EVALUATION = Kind.MEASURE, Kind.RECEIVE_WORD, Kind.SEND_WORD
+STEPS_OF_TRAINING = tuple(
+    dict.fromkeys(step for row in ORDER.values() for step in row if step not in _OF_EVALUATION)
+)
+
 _NEEDS_NO_MESSAGE = Kind.PULL, Kind.LOAD_FORWARD, Kind.LOAD_BACKWARD, Kind.LOAD_BACKWARD_INPUT
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 #: One argument of a module.
 Value = Any
@@ -67,11 +68,27 @@ CONSTANTS = (bool, int, float, str, type(None))
 
 
 def refused(value: object, where: str) -> Form:
-    raise TypeError(f"{where}: expected {VALUES}, got a {type(value).__name__}")
+    kind, remedy = type(value).__name__, ""
+    if isinstance(value, PackedSequence):
+        remedy = "; give the padded tensor and the lengths, and pack them in the stage"
+    elif isinstance(value, Tensor) and value.is_nested:
+        kind = "nested tensor"
+        remedy = "; give torch.nested.to_padded_tensor of it, and the lengths"
+    elif isinstance(value, Tensor):
+        kind = f"tensor that is not dense ({value.layout})"
+        remedy = "; give its indices and values, or to_dense() of it"
+    raise TypeError(f"{where}: expected {VALUES}, got a {kind}{remedy}")
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether it has strides and one size in each dimension."""
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def referred(value: object, where: str) -> Form:
     """Return a Reference as the form; refuse arrays and objects with tensors in them."""
+    if isinstance(value, (Tensor, PackedSequence)):
+        return refused(value, where)
     shape = getattr(value, "shape", ())
     if (isinstance(shape, tuple) and shape) or next(tensors_in(value), None) is not None:
         raise TypeError(
@@ -88,7 +105,7 @@ def flattened(
     other: Callable[[object, str], Form] = refused,  # the form of what is not in VALUES
 ) -> Form:
     """Append the value's tensors to a list, and return its form; any mapping is a dict."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and is_dense(value):
         tensors.append(value)
         return TENSOR
     if type(value) in CONSTANTS:
@@ -100,7 +117,7 @@ def flattened(
                 raise TypeError(f"{where}: expected strings as keys, got {name!r}")
             forms.append(flattened(member, f"{where}[{name!r}]", tensors, other))
         return ("dict", tuple(value), *forms)
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, (tuple, list)) and not isinstance(value, PackedSequence):
         members = enumerate(value)
         kind = "tuple" if isinstance(value, tuple) else "list"
         return kind, *(flattened(v, f"{where}[{n}]", tensors, other) for n, v in members)
@@ -144,7 +161,11 @@ def as_value(given: object, where: str, other: Callable[[object, str], Form] = r
 def each(value: Value, apply: Callable[[Tensor], Tensor]) -> Value:
     """Return the same value with ``apply`` called on each tensor."""
     tensors: list[Tensor] = []
-    form = flattened(value, "value", tensors, lambda thing, _: Reference(thing))
+
+    def referred(thing: Any, _: str) -> Reference:
+        return Reference(apply(thing) if isinstance(thing, Tensor) else thing)
+
+    form = flattened(value, "value", tensors, referred)
     return unflattened(form, map(apply, tensors))
 
 

@@ -212,6 +212,11 @@ class StageWeights:
                 "release() first and build a new Pipeline afterwards"
             )
 
+    def has_same_groups(self) -> bool:
+        """Whether the optimizer holds the stage's parameters, and no others."""
+        groups = self.optimizer.param_groups
+        return {p for group in groups for p in group["params"]} == {*self.params}
+
     def _holds(self, p: Tensor) -> bool:
         views = {} if self.storage is None else self.storage.bound.flat.views
         return p in views and views[p].data_ptr() == p.data_ptr()

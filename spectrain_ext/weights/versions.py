@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import NamedTuple
 
-from spectrain_ext.operators.laws import Geometric, Law, Linear, SecondOrder
-from spectrain_ext.schedule import Entries, OwnLaw, Place, Reader, Rules
+from spectrain_ext.operators.laws import Law, SecondOrder, law_named
+from spectrain_ext.schedule import Entries, Place, Reader, Rules
 
 from .storage import Content, Difference, Storage, VersionBuffer
 
@@ -54,7 +53,7 @@ class Versions(Reader[Content]):
             return Content(version, Difference(horizon))
         if law == "average":  # back by average changes, each (1 - averaging) * (W - average)
             return Content(version, Difference((self.rules.averaging - 1.0) * horizon))
-        return Content(version, _named(law, horizon), self._rates())
+        return Content(version, law_named(law, horizon), self._rates())
 
     # Buffers.
 
@@ -127,11 +126,3 @@ class Versions(Reader[Content]):
         if content.law is None:
             return None if self._reads_master else content
         return None if isinstance(content.law, Difference) or rates_move else content
-
-
-@lru_cache(maxsize=1024)  # a run repeats the same few
-def _named(law: str | OwnLaw, horizon: int) -> Law:
-    if not isinstance(law, str):
-        made: Law = law(horizon)
-        return made
-    return Geometric(horizon) if law == "geometric" else Linear(horizon)

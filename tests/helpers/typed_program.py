@@ -58,7 +58,7 @@ def pipeline(stages: Sequence[nn.Module], name: MethodName, scope: str) -> None:
     assert_type(pipe.fit(batches), list[float])
     assert_type(pipe.evaluate(batches), dict[str, float])
     assert_type(pipe.places, tuple[Place, ...])
-    assert_type(pipe.optimizers, list[torch.optim.Optimizer])
+    assert_type(pipe.optimizers, tuple[torch.optim.Optimizer, ...])
     assert_type(pipe(batches[0][0]), Any)  # whatever the last stage returns
     pipe.release()
 

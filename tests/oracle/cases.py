@@ -106,6 +106,7 @@ _OTHERS = {
     "Adam": of((st.optim.Adam, torch.optim.Adam), {"lr": 0.01, "weight_decay": 0.1}),
     "AdamW": of((st.optim.AdamW, torch.optim.AdamW), {"lr": 0.01, "betas": (0.8, 0.9)}),
     "NAdam": of((st.optim.NAdam, torch.optim.NAdam), {"lr": 0.01}),
+    "no mean": of((st.optim.Adam, torch.optim.Adam), {"lr": 0.003, "betas": (0.0, 0.9)}),
 }
 _FOREIGN = {f"foreign {name}": (make, make) for name, make in FOREIGN.items() if name != "AdamW"}
 OPTIMIZERS = {**_OF_SGD, **_OTHERS, **_FOREIGN}
@@ -115,8 +116,11 @@ KIND_OF = {
     **{"nesterov": "SGD", "no momentum": "no momentum"},
     **dict.fromkeys(_FOREIGN, "foreign"),
 }
-_DEFINED_FOR = {"nesterov": "nesterov", "Adam": "adam", "AdamW": "adam", "NAdam": "nadam"}
-WITHOUT_MOMENTUM = ("no momentum", *_FOREIGN)
+_DEFINED_FOR = {
+    **{"nesterov": "nesterov", "Adam": "adam", "AdamW": "adam", "NAdam": "nadam"},
+    "no mean": "adam",
+}
+WITHOUT_MOMENTUM = ("no momentum", "no mean", *_FOREIGN)
 
 
 # Learning rates, models, minibatches
@@ -309,6 +313,7 @@ REFUSED = [
         ("optimizer", ["no momentum"]),
         "parameter group 0(:| has) (momentum|no smoothed momentum)",
     ),
+    (("method", _with({"second-order"})), ("optimizer", ["no mean"]), "0: betas.* momentum > 0"),
     (
         ("method", ["spectrain-smoothed"]),
         ("optimizer", {*OPTIMIZERS} - {"average", *_FOREIGN}),

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
-from helpers.pipeline_cases import batches, float64, losses, mse, sgd, tanh_stages  # noqa: F401
+from helpers.pipeline_cases import batches, float64, losses, mse, sgd, tanh_stages, torch_sgd  # noqa: F401
 from helpers.random_modules import Function
 from torch import nn
 
 import spectrain_ext as st
 
 X, THREE = torch.zeros(2, 5), torch.zeros(3, 5)
+LEAF = torch.zeros(2, 5, requires_grad=True)
+ENCODED = LEAF * 2  # as by a module in front of the pipeline
+with warnings.catch_warnings(action="ignore"):  # all are in prototype stage
+    CSR = X.to_sparse_csr()
+    NESTED = torch.nested.nested_tensor([X, THREE])
+    JAGGED = torch.nested.nested_tensor([X, THREE], layout=torch.jagged)
+PACKED = nn.utils.rnn.pack_sequence([THREE, X])
 
 
 def scaled(output, target):
@@ -34,6 +42,9 @@ def scaled(output, target):
         (lambda out, y: (out.sum(), "3"), TypeError, "must be a number or a 0-d tensor, got str"),
         (lambda out, y: (out.sum(), y[:2, 0]), TypeError, r"or a 0-d tensor, got shape \(2,\)"),
         (lambda out, y: (out.sum(), 1, 2), TypeError, r"a pair \(sum, count\), got a tuple"),
+        (lambda out, y: (out.sum(), out), TypeError, r"got shape \(3, 5\); keep= takes what"),
+        (lambda out, y: (out.sum(), -2), ValueError, r"and the count is -2: .* a sum of weights$"),
+        (lambda out, y: (out.sum(), y[0, 0] / 0), ValueError, "and the count is -?inf: expected"),
     ],
 )
 @pytest.mark.parametrize("recompute", [False, True])
@@ -48,6 +59,28 @@ def test_losses(loss_fn, error, match, recompute):
     assert all(map(torch.equal, pipe.state_dict().values(), before.values()))
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_two_losses_are_no_sum_and_count(recompute):
+    """A positive loss may be a sum of weights, but no count requires a gradient."""
+
+    def two(output, target):
+        return mse(output, target), output.abs().mean()
+
+    pipe = st.Pipeline(tanh_stages(2), sgd(), two, microbatches=1, recompute=recompute)
+    before = copy.deepcopy(pipe.state_dict())
+    with pytest.raises(st.StageError, match="return two losses as one, their sum, and a sum of w"):
+        losses(pipe, batches(4))
+    assert all(map(torch.equal, pipe.state_dict().values(), before.values()))
+
+
+@pytest.mark.parametrize("count", [-1, float("nan"), float("inf")])
+def test_counts_in_advance(count):
+    pipe = st.Pipeline(tanh_stages(2), sgd(), mse, count=lambda y: torch.tensor(count))
+    with pytest.raises(ValueError, match=f"what it returned is {float(count)}: expected") as caught:
+        losses(pipe, batches(2))
+    assert caught.value.__notes__ == ["in count"]
+
+
 @dataclass
 class Hidden:
     x: torch.Tensor
@@ -60,6 +93,10 @@ class Hidden:
         (lambda x: None, "a stage's output: expected a tensor in it, got None"),
         (Hidden, r"a stage's output: expected a tensor, or .* got a Hidden\. What the last stage"),
         (lambda x: {"x": x, "n": [{3}]}, r"output\['n'\]\[0\]: expected a tensor, .* got a set"),
+        (lambda x: x.to_sparse(), r"a stage's output: expected a .* not dense \(torch.sparse_coo"),
+        (lambda x: (x, x.to_sparse_csr()), r"output\[1\]: .* \(torch.sparse_csr\); give its ind"),
+        (lambda x: torch.nested.as_nested_tensor([x, x]), r"a stage's output: .* a nested tensor"),
+        (lambda x: nn.utils.rnn.pack_sequence([x]), r"a stage's output: .* got a PackedSequence"),
         (lambda x: {0: x}, r"a stage's output: expected strings as keys, got 0"),
         (lambda x: ("x", [None]), r"a stage's output: expected a tensor in it, got \('x', \[None"),
     ],
@@ -92,6 +129,20 @@ def test_activations(output, match):
         (({"x": np.ones(4)}, X), TypeError, r"the input\['x'\]: .* got a ndarray"),
         (({"x": X}, {"y": THREE}), ValueError, r"the input\['x'\] has 2, the target\['y'\] has"),
         (st.Microbatches([(X, X), (X, THREE)]), ValueError, r"\[1\]: .* the target has shape"),
+        ((ENCODED, X), ValueError, "the input requires a gradient, .* first stage, .* detach"),
+        (({"x": [X, LEAF]}, X), ValueError, r"the input\['x'\]\[1\] requires a gradient"),
+        ((X, (X, ENCODED)), ValueError, r"the target\[1\] requires a gradient, .* the last one"),
+        ({"x": X, "y": ENCODED}, ValueError, r"\['y'\] requires a gradient, and none"),
+        (
+            st.Microbatches([(X, X), (X, LEAF)]),
+            ValueError,
+            r"\[1\]: the target requires a gradient",
+        ),
+        ((X.to_sparse(), X), TypeError, r"not dense \(torch.sparse_coo\); give its indices and"),
+        ((X, {"y": CSR}), TypeError, r"target\['y'\]: .* \(torch.sparse_csr\)"),
+        ((NESTED, X), TypeError, r"input: .* a nested tensor; give torch.nested.to_padded_tensor"),
+        ((JAGGED, X), TypeError, r"the input: expected .* got a nested tensor; give"),
+        ((PACKED, X), TypeError, r"PackedSequence; give the padded tensor and the lengths, and pa"),
     ],
 )
 def test_batches(batch, error, match):
@@ -100,6 +151,12 @@ def test_batches(batch, error, match):
     with pytest.raises(error, match=r"batches\[2\].*" + match):
         losses(pipe, [*good, batch, *good])
     assert len(losses(pipe, good)) == 2
+
+
+def test_an_evaluation_takes_batches_with_a_graph():
+    pipe = st.Pipeline(tanh_stages(2), sgd(), mse)
+    plain, graphs = ([(x.double(), x.double())] * 3 for x in (X, ENCODED))
+    assert pipe.evaluate(graphs) == pipe.evaluate(plain)
 
 
 T, Y = torch.zeros(7, 6, 5), torch.zeros(6, 5)  # by time, as nn.LSTM has it
@@ -171,7 +228,32 @@ def test_modes_around_a_run():
         assert len(losses(pipe, batches(3))) == 3
 
 
+def test_an_exported_stage_has_one_mode():
+    exported = torch.export.export(tanh_stages(1)[0], (torch.zeros(3, 5),)).module()
+    pipe = st.Pipeline([*tanh_stages(1), nn.Sequential(exported)], sgd(), mse, microbatches=1)
+    data = batches(2)
+    losses(pipe, data)
+    match = r"stages\[1\] cannot change between training and evaluation .*give the module that was"
+    with pytest.raises(RuntimeError, match="evaluate: " + match):
+        pipe.evaluate(data)
+    with pytest.raises(RuntimeError, match=r"train: a stage cannot change"):
+        pipe.eval()
+    assert all(module.training for module in pipe.modules())
+    losses(pipe, data)
+
+
 # Parameters that left the pipeline
+
+
+@pytest.mark.parametrize("released", [False, True])
+@pytest.mark.parametrize("make", [sgd(), torch_sgd()])
+def test_a_parameter_group_that_was_added(make, released):
+    pipe = st.Pipeline(tanh_stages(2), make, mse, "1f1b")
+    if released:
+        pipe.release()
+    with pytest.raises(RuntimeError, match=r"release\(\) th.* pipeline, and make .*new parameters"):
+        pipe.optimizers[1].add_param_group({"params": [nn.Parameter(torch.zeros(5))]})
+        losses(pipe, batches(2))
 
 
 def assigned(module):

@@ -59,6 +59,21 @@ def frozen(*modules):
     return [module.requires_grad_(False) for module in modules]
 
 
+def made_in_inference_mode(module):
+    with torch.inference_mode():
+        return nn.Sequential(nn.Linear(5, 5), module())
+
+
+class Complex(nn.Linear):
+    def __init__(self):
+        super().__init__(5, 5, dtype=torch.cdouble)
+
+
+def scripted():
+    with warnings.catch_warnings(action="ignore"):  # torch.jit is deprecated
+        return nn.Sequential(nn.Tanh(), torch.jit.script(nn.Linear(5, 5)))
+
+
 def on_meta():
     return nn.Linear(5, 5, device="meta")
 
@@ -76,6 +91,18 @@ def on_meta():
         (lambda: frozen(nn.Tanh()), V, r"stages: none has a trainable parameter.*is_trainable"),
         (lambda: frozen(nn.Tanh(), nn.Linear(5, 5)), V, "stages: none has a trainable parameter"),
         (lambda: [nn.Linear(5, 5), nn.LazyLinear(5)], V, r"\[1\]: parameter 'weight' is not init"),
+        (lambda: [scripted()], T, r"\[0\]: its module '1' is a RecursiveScriptModule of torch.jit"),
+        (
+            lambda: [nn.Tanh(), Complex()],
+            T,
+            r"\[1\]: parameter 'weight' is torch.complex128, .*real",
+        ),
+        (lambda: [made_in_inference_mode(nn.Tanh)], V, r"'0.weight' was made in inference mode"),
+        (
+            lambda: [made_in_inference_mode(lambda: nn.BatchNorm1d(5, affine=False))[1:]],
+            V,
+            r"stages\[0\]: buffer '1.running_mean' was made in .*; .* copy.deepcopy\(module\)",
+        ),
         (lambda: [nn.Sequential(on_meta())], V, r"\[0\]: parameter '0.weight' is on the meta"),
     ],
 )
@@ -194,6 +221,13 @@ def test_an_optimizer_that_is_bound_already():
     refused(RuntimeError, "bound already", optimizer=optimizer)
 
 
+def test_another_optimizer_or_scheduler_in_the_place_of_one():
+    pipe = st.Pipeline(tanh_stages(2), sgd(), mse, scheduler=lambda o: StepLR(o, 1))
+    for held in (pipe.optimizers, pipe.schedulers, pipe.random):
+        with pytest.raises(TypeError, match="'tuple' object does not support item assignment"):
+            held[0] = held[1]
+
+
 # Methods and windows
 
 
@@ -254,6 +288,33 @@ def test_values_that_no_pass_takes(codec):
         st.passes.Compress(codec)
     with pytest.raises(ValueError, match="then: expected 'raise' or 'skip', got True"):
         st.passes.CheckFinite(True)
+
+
+def test_a_pipeline_made_in_inference_mode():
+    with torch.inference_mode():
+        refused(RuntimeError, "^Pipeline: inference mode is on; training needs autograd")
+
+
+class OneStep(st.passes.Pass):
+    def __init__(self, kind):
+        self.kind = kind
+
+    def begin(self, run):
+        return {self.kind: lambda i, j: None}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [*(getattr(st.passes.Kind, k) for k in ("RECEIVE_WORD", "SEND_WORD", "MEASURE")), "clip"],
+)
+def test_steps_that_no_training_has(kind):
+    """Some of an evaluation wait for what never comes in a training, and hold all stages up."""
+    pipe = st.Pipeline(tanh_stages(2), sgd(), mse, passes=[OneStep(kind)])
+    before = [p.detach().clone() for p in pipe.parameters()]
+    match = rf"passes: begin\(\) of OneStep returned a handler for {kind}, which is no step"
+    with pytest.raises(ValueError, match=match):
+        losses(pipe, batches(3))
+    assert all(map(torch.equal, pipe.parameters(), before)) and pipe.minibatches == 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")

@@ -236,3 +236,69 @@ def test_a_gradient_hook_would_see_only_a_part_and_is_refused(register, k):
     assert torch.equal(hooked, before)
     handle.remove()
     losses(pipe, batches(2))
+
+
+# Memory in common without a tie
+
+
+def of_two_stages(first, second):
+    second.weight.data = first.weight.data
+    return [first, second]
+
+
+def of_one_stage(first, second):
+    second.weight.data = first.weight.data.T
+    return [nn.Tanh(), nn.Sequential(first, second)]
+
+
+def with_a_frozen_part(first, second):
+    second.part = nn.Parameter(first.weight.data[2:4], requires_grad=False)
+    return [second, first]
+
+
+def with_a_buffer(first, second):
+    first.register_buffer("old", first.weight.detach())
+    return [first, second]
+
+
+def with_an_attribute(first, second):
+    second.row = first.weight.data.view(torch.int64)[3]
+    return [first, second]
+
+
+@pytest.mark.parametrize(
+    ("share", "match"),
+    [
+        (of_two_stages, r"stages\[1\]: parameter 'weight' .*with parameter 'weight' of stages\[0"),
+        (of_one_stage, r"stages\[1\]: parameter '1.weight' .* parameter '0.weight' of stages\[1\]"),
+        (with_a_frozen_part, r"stages\[1\]: parameter 'weight' .* parameter 'part' of stages\[0\]"),
+        (with_a_buffer, r"stages\[0\]: buffer 'old' .* parameter 'weight' .*share the Parameter"),
+        (with_an_attribute, r"stages\[1\]: attribute 'row' .* parameter 'weight' of stages\[0\]"),
+    ],
+)
+def test_memory_in_common_is_no_tie(share, match):
+    stages = share(*(nn.Linear(5, 5) for _ in range(2)))
+    before = [(p, p.data_ptr()) for stage in stages for p in stage.parameters()]
+    with pytest.raises(ValueError, match=match):
+        st.Pipeline(stages, sgd(), mse)
+    assert all(p.data_ptr() == address for p, address in before)
+
+
+def views_of(memory, *parts):
+    """Return linear layers without biases whose weights are parts of one matrix."""
+    layers = [nn.Linear(5, 5, bias=False) for _ in parts]
+    for layer, part in zip(layers, parts, strict=True):
+        layer.weight.data = memory[part]
+    return layers
+
+
+def test_parts_of_one_memory_train_as_parameters_of_their_own():
+    rows = views_of(torch.randn(10, 5), slice(5), slice(5, None))
+    columns = views_of(torch.randn(5, 10), (slice(None), slice(5)), (slice(None), slice(5, None)))
+    frozen = of_two_stages(*(nn.Linear(5, 5).requires_grad_(False) for _ in range(2)))
+    normed = nn.utils.spectral_norm(nn.Linear(5, 5))  # its attribute is the weight's, until used
+    stages = [nn.Sequential(rows[0], columns[1], frozen[0]), nn.Sequential(columns[0], rows[1])]
+    compared = Compared([*stages, frozen[1], normed], "sync")
+    compared.run(batches(4))
+    compared.pipe.release()
+    st.Pipeline([*compared.pipe.children()], sgd(), mse)

@@ -266,7 +266,7 @@ def test_a_factor_is_as_good_as_other_rates(make):
     plain, factor = replace(AUTO, rates=None), AUTO.rates
     stages = tanh_stages(4)
     other, pipe = made(stages, make, plain), made(stages, make, "auto")
-    assert pipe.schedulers == []
+    assert pipe.schedulers == ()
     for rate in (None, 0.01):
         for place, mine, theirs in zip(pipe.places, pipe.optimizers, other.optimizers, strict=True):
             for group, twin in zip(mine.param_groups, theirs.param_groups, strict=True):
