@@ -68,6 +68,8 @@ class Stage:
         self._no_weights = Buffer(f"weights of stage {index}, which has none")
         self.random = StageRandom(index, device, replica)
         self.recomputes = recomputes
+        replicas = processes.replicas.counts[index]
+        self._replicated = replicas > 1 and not processes.own_minibatches
         self.guard = SaveGuard(
             "a run of this pipeline has not ended, and its stages may hold predicted weights; do "
             "this inside `with pipe.weights():`, or take the pipeline's own state_dict()"
@@ -142,6 +144,12 @@ class Stage:
         """Change the true weights as the module has changed those that it computes with."""
         weights = self.weights
         assert weights is not None
+        if self._replicated:
+            raise RuntimeError(
+                f"parameter {bare(own.written())!r} was changed in place in a forward, and "
+                "replicas with other samples would not change it alike; leave that to a hook of "
+                "the optimizer's step, or train without replicas"
+            )
         self.compute.record(self.computed)
         self.predict.wait(self.computed)
         with self.predict.using(writes=self.memory), torch.no_grad():
@@ -211,7 +219,8 @@ class Stage:
         for stream in (self.compute, self.predict):
             stream.lend(weights.buffers())
         with self.predict.using(writes=self.memory):
-            weights.begin(minibatches, any(each.moves_weights for each in self.passes))
+            moves = any(each.moves_weights for each in self.passes)
+            weights.begin(minibatches, moves, self._replicated)
         self.weights_written()
         self.guard.put(self.guarded)
 

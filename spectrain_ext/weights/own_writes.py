@@ -24,11 +24,13 @@ class OwnWrites:
     those through ``.data``.
     """
 
-    def __init__(self, storage: Storage, names: Mapping[Tensor, str]) -> None:
+    def __init__(self, storage: Storage, names: Mapping[Tensor, str], idle: bool) -> None:
         self._storage, self._names = storage, names  # of the module's parameters that learn
+        self._idle = idle  # whether the stage computes with the true weights, so nothing is lost
         self._params = list(names)
         self._counters = self._count()
-        self._copied: list[Tensor] | None = None  # before forwards; None: all, before the first
+        # Before forwards; None: all, before the first one.
+        self._copied: list[Tensor] | None = [] if idle else None
         self._old: dict[Tensor, Tensor] = {}  # the copies of one forward
         self._bits: dict[Tensor, list[int]] = {}
 
@@ -52,6 +54,10 @@ class OwnWrites:
         self._old = {}
         return False
 
+    def written(self) -> str:
+        """Return the name of a parameter that was written."""
+        return self._names[self._changed()[0]]
+
     def carry_over(self, version: int) -> None:
         """Change the true weights, of this version, as the forward has changed the bound ones."""
         changed, old = self._changed(), self._old
@@ -71,10 +77,14 @@ class OwnWrites:
 
     def lend(self) -> None:
         """Prepare for ``check``: in autograd's anomaly mode, look at all bits of the weights."""
-        self._bits = self._all_bits() if torch.is_anomaly_enabled() else {}
+        looks = torch.is_anomaly_enabled() and not self._idle
+        self._bits = self._all_bits() if looks else {}
 
     def check(self, stage: int) -> None:
         """Raise RuntimeError if a parameter was written outside of a forward."""
+        if self._idle:
+            self._counters = self._count()
+            return
         bits, self._bits = self._bits, {}
         now = self._all_bits() if bits else {}
         for p in (*self._changed(), *(p for p in bits if bits[p] != now[p])):

@@ -78,7 +78,7 @@ class StageWeights:
         self._master_dtype = master_dtype
         self.storage: Storage | None = None
         self._half: Storage | None = None  # while it is bound or unbound
-        self.own_writes: OwnWrites | None = None  # None: the stage computes with the true weights
+        self.own_writes: OwnWrites | None = None  # in a run that has to notice them
         self.followed: object = None  # by what rules it trains
         self.follow(rules, places, schedule)
         _made.add(self)
@@ -223,10 +223,11 @@ class StageWeights:
 
     # A run.
 
-    def begin(self, minibatches: int, moves: bool = False) -> None:
+    def begin(self, minibatches: int, moves: bool = False, replicated: bool = False) -> None:
         """Take what the parameters hold as version 0.
 
-        ``minibatches``: of training so far; ``moves``: whether ``move`` may follow an update.
+        ``minibatches``: of training so far; ``moves``: whether ``move`` may follow an update;
+        ``replicated``: whether replicas must keep the same weights.
         """
         self.minibatches, self.moves = minibatches, moves
         storage, rates = self._bound, partial(_rates, self.updater, self.optimizer)
@@ -236,7 +237,7 @@ class StageWeights:
         named = self.module.named_parameters()
         learns: dict[Tensor, str] = {p: name for name, p in named if p.requires_grad}
         idle = self.versions.loads_nothing
-        self.own_writes = None if idle else OwnWrites(storage, learns)
+        self.own_writes = OwnWrites(storage, learns, idle) if replicated or not idle else None
         self.rates_move = False  # whether they probably change after each update
         self.drop_gradients()
 

@@ -46,6 +46,27 @@ def cases(counts, microbatches, methods, **more):
     return [(counts, method, {"microbatches": microbatches, **more}) for method in methods]
 
 
+def bound_embeddings(rank, ranks):
+    found = []
+    for method in "1f1b", "auto":
+        part = nn.Sequential(nn.Embedding(5, 4, max_norm=0.1), nn.Linear(4, 4))
+        pipe = make(rank, [2], method, part=part, microbatches=2)
+        given = (torch.arange(4), torch.randn(4, 4))
+        try:
+            pipe.fit([given] if rank == 0 else None)
+        except (st.RankError, st.StageError) as error:
+            found.append(str(error))
+    return found
+
+
+def test_weights_that_a_forward_writes_would_differ_between_replicas():
+    for of_rank in run_ranks(bound_embeddings, 2):
+        assert len(of_rank) == 2
+        assert all(
+            "'0.weight' was changed in place in a forward, and replicas" in e for e in of_rank
+        )
+
+
 CASES = {
     2: [
         *cases([2], 4, ["sync", "1f1b", "spectrain"]),
