@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,17 +13,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spectrain_ext.distributed.store import Peers
 from spectrain_ext.errors import CheckpointError
-from spectrain_ext.files import present
+from spectrain_ext.files import identity, present
 from spectrain_ext.partitioning.materializing import unexpected
 from spectrain_ext.pipeline.pipeline import Pipeline
 
 from . import storage
 from .documents import NAME, Json, decode, digest, read, tensors_in
-from .parts import Item, Part, Stateful, Weights, base_of, check_trains, parts_of, weights_of
+from .parts import (
+    Item,
+    Part,
+    Stateful,
+    Weights,
+    base_of,
+    check_trains,
+    check_values,
+    parts_of,
+    weights_of,
+)
 from .progress import Generators, SamplerState, Training
 from .saving import items_of, together
 from .sharded import piece_of
+
+_logger = logging.getLogger(__name__)
+
+#: How often to read a checkpoint that is replaced meanwhile.
+_TRIES = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,61 +107,89 @@ def load(
         >>> st.checkpoint.load("checkpoint", model).extra
         {'epoch': 3}
     """
-    directory = Path(path).absolute()
-    doing = f"reading {directory.name}"
-    with together(target, f"loading {directory.name}") as peers:
-        directory = present(directory)
-        with peers.attempt(doing) as loads:
-            with _unless_forged(directory):
-                body = read(directory)
-                minibatches: int = body["minibatches"]
-            parts = parts_of(target, optimizer, scheduler, bind=True)
-            identity = digest(body)
-            loads.append(
-                {
-                    "names": [name for part in parts for name, _ in part.tensors()],
-                    "path": f"{directory} ({minibatches} minibatches, SHA-256 {identity[:12]}...)",
-                    "sha256": identity,
-                    "only_model": only_model,
-                }
+    path = Path(path).absolute()
+    with together(target, f"loading {path.name}") as peers:
+        tries = 0
+        while True:
+            before = identity(path)
+            try:
+                return _load(path, target, optimizer, scheduler, sampler, only_model, peers)
+            except CheckpointError:  # in all processes
+                with peers.attempt(f"reading {path.name}") as replaced:
+                    replaced.append(identity(path) != before)
+                tries += 1
+                if tries == _TRIES or not any(replaced):
+                    raise
+
+
+def _load(
+    path: Path,
+    target: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Stateful | None,
+    sampler: Stateful | None,
+    only_model: bool,
+    peers: Peers,
+) -> Loaded:
+    doing = f"reading {path.name}"
+    with peers.attempt(doing):
+        parts = parts_of(target, optimizer, scheduler, bind=True)
+        directory = present(path)
+    with peers.attempt(doing, str(directory)) as loads:
+        with _unless_forged(directory):
+            body = read(directory)
+            minibatches: int = body["minibatches"]
+        sha256 = digest(body)
+        loads.append(
+            {
+                "names": [name for part in parts for name, _ in part.tensors()],
+                "path": f"{directory} ({minibatches} minibatches, SHA-256 {sha256[:12]}...)",
+                "sha256": sha256,
+                "only_model": only_model,
+            }
+        )
+    _check_alike(loads)
+    with peers.attempt(doing, str(directory)), _unless_forged(directory):
+        views = [body if only_model else _document_for(body, part) for part in parts]
+        weights: list[Item] = [Weights(part) for part in parts]
+        states = [(item, item.match(view)) for item, view in zip(weights, views, strict=True)]
+        base = base_of(body)
+        unknown = weights_of(body).keys() | (base or {}).keys()
+        unknown -= {name for each in loads for name in each["names"]}
+        unknown = {*unexpected(unknown, [part.module for part in parts])}
+        if unknown:
+            raise ValueError(
+                f"has {min(unknown)!r}, which the model has not ({len(unknown)} such tensors)"
             )
-        _check_alike(loads)
-        with peers.attempt(doing, str(directory)), _unless_forged(directory):
-            views = [body if only_model else _document_for(body, part) for part in parts]
-            weights: list[Item] = [Weights(part) for part in parts]
-            states = [(item, item.match(view)) for item, view in zip(weights, views, strict=True)]
-            base = base_of(body)
-            unknown = weights_of(body).keys() | (base or {}).keys()
-            unknown -= {name for each in loads for name in each["names"]}
-            unknown = {*unexpected(unknown, [part.module for part in parts])}
-            if unknown:
-                raise ValueError(
-                    f"has {min(unknown)!r}, which the model has not ({len(unknown)} such tensors)"
-                )
-            if base is not None and not only_model:
-                for part in parts:
-                    check_trains(part, base)
-            items: list[tuple[Item, Json]] = []
-            if sampler is not None:
-                items.append((SamplerState(sampler, peers.rank), body))
-            for part, view in zip(parts, views, strict=True):
-                for key, item in items_of(part).items():
-                    if key == "averaging" or not only_model:
-                        items.append((item, view))
-            generators = Generators(parts, peers.rank, peers.size)
-            if not only_model:
-                items.append((generators, body))
-                if isinstance(target, Pipeline):
-                    items.append((Training(target), body))
-            states += [(item, item.match(view)) for item, view in items]
-            saved = [*(state for _, state in states), body.get("extra")]
-            keys = dict.fromkeys(key for each in saved for key in tensors_in(each))
-            cuts = {key: p for part in parts for key, p in part.cuts.items()}
-            read_now = storage.read_tensors(directory, body, keys)
-            tensors = {k: piece_of(t, cuts[k]) if k in cuts else t for k, t in read_now}
-            extra = decode(body.get("extra"), tensors)
-        with peers.attempt(doing):
-            _put(states, tensors, directory)
+        if base is not None and not only_model:
+            for part in parts:
+                check_trains(part, base)
+        items: list[tuple[Item, Json]] = []
+        if sampler is not None:
+            items.append((SamplerState(sampler, peers.rank), body))
+        for part, view in zip(parts, views, strict=True):
+            for key, item in items_of(part).items():
+                if key == "averaging" or not only_model:
+                    items.append((item, view))
+        generators = Generators(parts, peers.rank, peers.size)
+        if not only_model:
+            items.append((generators, body))
+            if isinstance(target, Pipeline):
+                items.append((Training(target), body))
+        states += [(item, item.match(view)) for item, view in items]
+        saved = [*(state for _, state in states), body.get("extra")]
+        keys = dict.fromkeys(key for each in saved for key in tensors_in(each))
+        cuts = {key: p for part in parts for key, p in part.cuts.items()}
+        read_now = storage.read_tensors(directory, body, keys)
+        tensors = {k: piece_of(t, cuts[k]) if k in cuts else t for k, t in read_now}
+        extra = decode(body.get("extra"), tensors)
+    with peers.attempt(doing, str(directory)), _unless_forged(directory):
+        for part in parts:
+            check_values(part)
+    with ExitStack() as undo:  # in all processes, if one fails
+        with peers.attempt(doing, str(directory)):
+            _put(states, tensors, directory, undo)
+        undo.pop_all()
     return Loaded(minibatches, extra, generators.all_found)
 
 
@@ -185,13 +230,24 @@ def _check_alike(loads: Sequence[Mapping[str, Any]]) -> None:
                 )
 
 
-def _put(matched: Iterable[tuple[Item, Any]], tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Load all items, or undo those loaded if one fails."""
-    with ExitStack() as undo:
-        for item, state in matched:
-            undo.callback(item.undo())
-            try:
-                item.put(decode(state, tensors))
-            except Exception as error:  # of any kind: items may be the user's objects
-                raise CheckpointError(f"{path}: does not fit {item.what}: {error}") from error
-        undo.pop_all()
+def _put(
+    matched: Iterable[tuple[Item, Any]],
+    tensors: Mapping[str, Tensor],
+    path: Path,
+    undo: ExitStack,
+) -> None:
+    """Load all items, each of which ``undo`` then undoes."""
+    for item, state in matched:
+        undo.callback(_undo, item.undo(), item.what)
+        try:
+            item.put(decode(state, tensors))
+        except Exception as error:  # of any kind: items may be the user's objects
+            raise CheckpointError(f"{path}: does not fit {item.what}: {error}") from error
+
+
+def _undo(undo: Callable[[], object], what: str) -> None:
+    """Undo a load; the error that is its cause counts more than one of a user's object here."""
+    try:
+        undo()
+    except Exception:  # of any kind: items may be the user's objects
+        _logger.exception("%s: its state before the failed load could not be loaded again", what)

@@ -108,6 +108,8 @@ class Part:
     shards: int = 1
     # While loading: the parameters that are cut as the tensors with these keys will be.
     cuts: dict[str, Tensor] = field(default_factory=dict)
+    # The names, entries and tensors whose values are compared: what is cut, with other ranks.
+    by_value: list[tuple[str, Json, Tensor]] = field(default_factory=list)
 
     def tensors(self, saved: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield parameters and persistent buffers under the model's names."""
@@ -232,11 +234,14 @@ class Weights(Item):
     def saved(self, keep: Keep) -> Json:
         part = self._part
         names, tied, left = part.parameter_names(), part.tied, self._not_taken_back()
-        base = {}
+        base: dict[str, Json] = {}
         if part.trainable_only:
             frozen, by_value = self._frozen() | {*left}, part.trainable_only == "verified"
             left_out = ((n, t) for n, t in part.tensors(saved=True) if n in frozen)
-            base = {n: described(whole(t) if by_value else t, by_value) for n, t in left_out}
+            for name, tensor in left_out:
+                base[name] = described(tensor)
+                if by_value:
+                    part.by_value.append((name, base[name], tensor))
             left = []
         if left:
             warnings.warn(
@@ -305,11 +310,15 @@ class Weights(Item):
         ):
             if self._base is not None and name in self._base:
                 _check_base(name, self._base[name], tensor)
+                if "sha256" in self._base[name]:
+                    part.by_value.append((name, self._base[name], tensor))
             if name in kept:
                 continue
             if name not in weights:
                 raise ValueError(f"has no {name!r}, which {self.what} has")
-            place = (local_part(tensor).data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            here = local_part(tensor)
+            address = here.data_ptr() if here.numel() else key  # all empty ones have the address 0
+            place = (address, tensor.dtype, tensor.shape, tensor.stride())
             _, keys, names = tensors.setdefault(place, (tensor, [], []))
             keys.append(key)
             names += (*part.tied.get(name, ()), name)
@@ -410,8 +419,13 @@ def _check_base(name: str, entry: Json, tensor: Tensor) -> None:
         _check_fits(name, entry, tensor, tensor.shape)
     except ValueError as error:
         raise ValueError(f"was saved with another base: {error}") from None
-    if "sha256" in entry and described(whole(tensor), by_value=True) != entry:
-        raise ValueError(f"was saved with another base: {name!r} has other values here")
+
+
+def check_values(part: Part) -> None:
+    """Raise ValueError if frozen values are others; all ranks that share the stage call this."""
+    for name, entry, tensor in part.by_value:
+        if described(whole(tensor), by_value=True) != entry:
+            raise ValueError(f"was saved with another base: {name!r} has other values here")
 
 
 def check_trains(part: Part, base: Json) -> None:

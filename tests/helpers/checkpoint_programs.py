@@ -80,6 +80,9 @@ def stages(rank, ranks, path):
         assert each.optimizers[0].param_groups[0]["lr"] == 0.025 * (rank + 1)
     same(everything(other), everything(pipe))
     save(f"{path}/alone{rank}", model())  # by this process alone
+    for seed in range(9):  # and of one path, by both at once
+        save(f"{path}/alone", model(seed), minibatches=seed, overwrite=True)
+        assert load(f"{path}/alone", model()).minibatches <= 8
     return total
 
 
