@@ -47,7 +47,7 @@ class Loaded:
     """The values that ``load`` returns.
 
     Attributes:
-        minibatches: as given to ``save``.
+        minibatches: as given to ``save``; otherwise those that the saved pipeline was trained on.
         extra: as given to ``save``, tensors on the CPU.
         random: whether the random number generators were restored. A stage's are if the stages are
             the saved ones; a process's, which a module uses, if the number of processes is the same
@@ -77,7 +77,8 @@ def load(
     """Load parameters, module buffers, optimizers and schedulers from a checkpoint.
 
     The target may have other cuts than the saved model, or none: parameters are matched by their
-    names in the uncut model. torch's optimizers and those of ``spectrain_ext.optim`` can load each
+    names in the uncut model. A scheduler of a pipeline that was saved without one begins, at its own
+    learning rates, with a warning. torch's optimizers and those of ``spectrain_ext.optim`` can load each
     other's state. A float64 weight loads into a float32 one; a complex or an integer one does not.
     Loading executes nothing from the checkpoint: it uses safetensors and JSON, never pickle.
 
