@@ -77,9 +77,9 @@ def load(
     """Load parameters, module buffers, optimizers and schedulers from a checkpoint.
 
     The target may have other cuts than the saved model, or none: parameters are matched by their
-    names in the uncut model. A scheduler of a pipeline that was saved without one begins, at its own
-    learning rates, with a warning. torch's optimizers and those of ``spectrain_ext.optim`` can load each
+    names in the uncut model. torch's optimizers and those of ``spectrain_ext.optim`` can load each
     other's state. A float64 weight loads into a float32 one; a complex or an integer one does not.
+    A scheduler of a pipeline that was saved without one begins, at its own learning rates.
     Loading executes nothing from the checkpoint: it uses safetensors and JSON, never pickle.
 
     A checkpoint of ``save(..., trainable_only=True)`` leaves the target's frozen weights as they
