@@ -20,7 +20,7 @@ from spectrain_ext.weights.storage import whole
 from . import storage
 from .documents import Json, Keep, encode
 from .optimizers import OptimizerState
-from .parts import Item, Part, Stateful, TrainableOnly, Weights, check_trainable_only, parts_of
+from .parts import Item, Part, Stateful, TrainableOnly, check_trainable_only, parts_of
 from .progress import (
     AveragingState,
     Generators,
@@ -30,6 +30,7 @@ from .progress import (
     stage_states,
 )
 from .storage import WEIGHTS, described
+from .weights import Weights
 
 #: Tensors by their names in a checkpoint, and whether this process writes them.
 Given = dict[str, tuple[Tensor, bool]]
