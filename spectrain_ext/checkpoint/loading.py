@@ -70,9 +70,10 @@ def load(
 
     The target may have other cuts than the saved model, or none: parameters are matched by their
     names in the uncut model. torch's optimizers and those of ``spectrain_ext.optim`` can load each
-    other's state. Modules' ``load_state_dict`` hooks run, and may rename or resize their tensors, for
-    which they run on the meta device before. A float64 weight loads into a float32 one; a complex or an integer one does not.
-    A scheduler of a pipeline that was saved without one begins, at its own learning rates.
+    other's state. A float64 weight loads into a float32 one; a complex or an integer one does not.
+    Modules' ``load_state_dict`` hooks may rename, resize and compute tensors; they run once before,
+    on tensors without values. A scheduler of a pipeline that was saved without one begins, at its
+    own learning rates.
     Loading executes nothing from the checkpoint: it uses safetensors and JSON, never pickle.
 
     A checkpoint of ``save(..., trainable_only=True)`` leaves the target's frozen weights as they
@@ -216,9 +217,10 @@ def rehearsed(part: Part, body: Json, unknown: Set[str]) -> Taken | None:
     """
     state: Any = part.module.state_dict(keep_vars=True)
     base = base_of(body) or {}
-    tensors = {name: body["tensors"][ref["$tensor"]] for name, ref in weights_of(body).items()}
-    saved = {**tensors, **base}
-    keys, others = {key: part.names[key] for key in state}, _keys_of(part, unknown)
+    entries = body["tensors"]
+    found = {name: entries.get(ref["$tensor"]) for name, ref in weights_of(body).items()}
+    saved = {name: entry for name, entry in found.items() if entry is not None} | base
+    keys, others = {key: part.names[key] for key in state}, _keys_of(part, unknown & saved.keys())
     own = [(saved.get(name, {}), state[key]) for key, name in keys.items()]
     if not others and all(entry.get("shape") == list(tensor.shape) for entry, tensor in own):
         return None
@@ -227,7 +229,7 @@ def rehearsed(part: Part, body: Json, unknown: Set[str]) -> Taken | None:
     lacking = keys.values() - saved.keys()
     own = [(saved[name], state[key]) for key, name in keys.items() if name in saved]
     fits = all(entry["shape"] == list(tensor.shape) for entry, tensor in own)
-    given = {key: name for key, name in (keys | others).items() if name in saved}
+    given = {key: name for key, name in keys.items() if name in saved} | others
     best: tuple[int, Taken] | None = None
     for versions in (state._metadata, None):
         fakes: Any = OrderedDict()

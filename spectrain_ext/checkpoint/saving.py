@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -115,8 +116,9 @@ def save(
             with peers.attempt(preparing):
                 averages = [None if p.averaged is None else p.averaged.average()() for p in parts]
             given: Given = {}
-            with peers.attempt(preparing):
+            with peers.attempt(preparing) as shared:
                 document = _document(parts, averages, peers, sampler, given)
+                shared.append(document.pop("shared"))
                 if minibatches is None:
                     minibatches = target.minibatches if isinstance(target, Pipeline) else 0
                 training = Training(target).state() if isinstance(target, Pipeline) else None
@@ -126,6 +128,7 @@ def save(
                 document |= {"torch": str(torch.__version__)}
                 if is_first:
                     storage.begin(path, draft)
+            _check_shared(shared)
             with peers.attempt(preparing) as documents:
                 for key, (tensor, takes) in given.items():
                     all_of_it = whole(tensor)
@@ -205,6 +208,8 @@ def _document(
             if part.replica == 0:
                 stages.append({k: v for k, v in (content | average).items() if k != "averaging"})
         replicas.append(content)
+    shared = {key: list(tensor.shape) for key, (tensor, _) in given.items()}
+    shares = [parts[0].stage, parts[0].replica, shared if parts[0].shards > 1 else {}]
     if parts[0].shard:  # the first one's document has the same
         stages, replicas = [], []
     alone = _keeper(given)
@@ -212,7 +217,22 @@ def _document(
         "random": Generators(parts, peers.rank, peers.size).saved(alone),
         "sampler": None if sampler is None else SamplerState(sampler, peers.rank).saved(alone),
     }
-    return {"stages": stages, "replicas": replicas, "process": process}
+    return {"stages": stages, "replicas": replicas, "process": process, "shared": shares}
+
+
+def _check_shared(found: Sequence[list[Any]]) -> None:
+    """Raise ValueError if ranks that share a stage, whose tensors they deal out, have others."""
+    firsts: dict[tuple[int, int], tuple[int, Json]] = {}
+    for rank, (stage, replica, shapes) in enumerate(found):
+        first, others = firsts.setdefault((stage, replica), (rank, shapes))
+        if shapes != others:
+            key = min(k for k in {**shapes, **others} if shapes.get(k) != others.get(k))
+            one, other = (each.get(key, "none") for each in (others, shapes))
+            raise ValueError(
+                f"ranks {first} and {rank} share stage {stage}, and {key!r} has the shape {one} on "
+                f"the one and {other} on the other; give them the same optimizers, and freeze the "
+                "same parameters"
+            )
 
 
 def _dealt(part: Part) -> Callable[[Tensor], bool]:

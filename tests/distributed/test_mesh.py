@@ -345,6 +345,12 @@ def fail_in_one(rank, path, manager):
         same(whole_state(pipe), changed, "undone in all ranks")
         st.checkpoint.load(f"{path}/other", pipe)
         same(whole_state(pipe), before, "weights")
+    optimizer = pipe.optimizers[0]
+    state, optimizer.state = optimizer.state, {} if rank == 1 else optimizer.state
+    match = "ranks 0 and 1 share stage 0, and 'optimizer.state.0.weight.exp_avg' has the shape"
+    with pytest.raises(ValueError, match=match):
+        st.checkpoint.save(f"{path}/none", pipe)
+    optimizer.state = state
     with pytest.raises(ZeroDivisionError if rank == 2 else RuntimeError, match="by zero"):
         list(manager.run(data_of(pipe, 3), extra=lambda: 1 / (rank - 2)))
     manager.restore()
