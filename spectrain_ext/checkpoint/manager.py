@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from spectrain_ext.files import partial, replaced
+from spectrain_ext.files import interrupted, recover
 from spectrain_ext.pipeline.loops import warn_unless_begun
 from spectrain_ext.pipeline.losses import Keep, Result
 from spectrain_ext.pipeline.observer import Observer
@@ -21,7 +21,7 @@ from .loading import Loaded, load
 from .parts import Stateful, TrainableOnly, check_trainable_only
 from .sampler import ShuffledSampler
 from .saving import save, together
-from .storage import drop, more_than_checkpoint, recover
+from .storage import drop, more_than_checkpoint
 
 _logger = logging.getLogger(__name__)
 
@@ -137,9 +137,8 @@ class CheckpointManager:
         """Clean up after a save that did not finish; return the newest checkpoint (on rank 0)."""
         if not self._is_first:
             return None
-        for leftover in sorted(self.directory.glob(".minibatch-*")):
-            path = self.directory / leftover.name.strip(".").partition(".")[0]
-            if NAME.fullmatch(path.name) and leftover in (partial(path), replaced(path)):
+        for path in interrupted(self.directory):
+            if NAME.fullmatch(path.name):
                 recover(path)
         return self.latest()
 
@@ -205,7 +204,10 @@ class CheckpointManager:
                 found = peers.all_gather((self.minibatches, self._due(), last))
                 # rank 0 feeds the run, so only it has counted the minibatches
                 self.minibatches, due, _ = found[0]
-                more = extra() if due and extra is not None else None
+                more = None
+                if due:
+                    with peers.attempt("calling extra"):
+                        more = extra() if extra is not None else None
             self._failed = False
             if due:
                 self.save(more)
@@ -267,7 +269,7 @@ class CheckpointManager:
         """Remove checkpoints beyond ``keep``."""
         _logger.info("checkpoint saved: %s", path)
         for old in self._checkpoints()[: -self._keep]:
-            if old == path:
+            if old == path or not os.path.lexists(old):  # another job may have removed it
                 continue
             reason = more_than_checkpoint(old)
             if reason is None:

@@ -15,8 +15,8 @@ from spectrain_ext.optim import PredictingOptimizer
 from spectrain_ext.optim.state import laid_out_as
 
 from .documents import Json, Keep, decode, encode, tensors_in
-from .parts import Item, Part, weights_of
-from .sharded import part_like
+from .parts import Item, Part
+from .weights import part_like, weights_of
 
 # These select an implementation with the same results: the loading side's choice is kept.
 _IMPLEMENTATION = frozenset(("foreach", "fused", "capturable", "differentiable"))
@@ -105,6 +105,13 @@ class OptimizerState(Item):
 
     def match(self, body: Json) -> Json:
         self._check_kind(body)
+        taken = self._part.taken
+        made = [] if taken is None else [n for n in self._names.values() if n in taken.made]
+        if made:
+            raise ValueError(
+                f"has no {made[0]!r}: its module computes it from other saved tensors, whose state "
+                "in the optimizer it does not take; only_model=True loads without"
+            )
         options: dict[str, Json] = {}
         shared: dict[str, Json] = {}
         states: dict[str, Json] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
@@ -23,11 +25,13 @@ class SchedulerState(Item):
         self.what = f"the scheduler of stage {part.stage}"
         self._part = part
         self._scheduler = scheduler
+        self._rates: list[Any] = []  # the learning rates with which it begins
 
     def state(self) -> Any:
         return self._scheduler.state_dict()
 
     def match(self, body: Json) -> Any:
+        """Return the saved state; None if a stage had no scheduler: this one begins now."""
         own = set(self._part.parameter_names().values())
         found = [
             (stage["stage"], stage["scheduler"])
@@ -35,9 +39,13 @@ class SchedulerState(Item):
             if stage["scheduler"] is not None and own & set(stage["parameters"])
         ]
         if not found:
-            raise ValueError(
-                f"has no scheduler for stage {self._part.stage}; only_model=True loads without"
+            groups = [] if self._part.optimizer is None else self._part.optimizer.param_groups
+            self._rates = [copy.deepcopy(group.get("lr")) for group in groups]
+            warnings.warn(
+                f"{self.what} was saved without one: it begins now, and with its learning rates",
+                stacklevel=2,
             )
+            return None
         first, state = found[0]
         for other, its_state in found[1:]:
             if its_state != state:
@@ -66,12 +74,17 @@ class SchedulerState(Item):
         said += [f"has {_listed(more)}, which {own.__name__} has not"] if more else []
         if said:
             raise ValueError(
-                f"the state of {self.what}: {'; '.join(said)}; expected that of such a scheduler "
-                "(only_model=True loads without)"
+                f"the state of {self.what}: {'; '.join(said)}; expected that of such a scheduler. "
+                "For another one, load into a pipeline without a scheduler and save that: what has "
+                "no scheduler's state loads into any pipeline, whose scheduler then begins"
             )
 
     def put(self, state: Any) -> None:
-        self._scheduler.load_state_dict(state)
+        if state is not None:
+            self._scheduler.load_state_dict(state)
+        elif self._part.optimizer is not None:  # it has loaded the rates of the checkpoint
+            for group, rate in zip(self._part.optimizer.param_groups, self._rates, strict=True):
+                group.update({} if rate is None else {"lr": rate})
 
 
 class SamplerState(Item):

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from spectrain_ext.distributed.pipeline import DistributedPipeline
 from spectrain_ext.distributed.store import Peers
+from spectrain_ext.files import discard, new_draft
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.weights.storage import whole
 
 from . import storage
 from .documents import Json, Keep, encode
 from .optimizers import OptimizerState
-from .parts import Item, Part, Stateful, TrainableOnly, Weights, check_trainable_only, parts_of
+from .parts import Item, Part, Stateful, TrainableOnly, check_trainable_only, parts_of
 from .progress import (
     AveragingState,
     Generators,
@@ -28,7 +30,11 @@ from .progress import (
     Training,
     stage_states,
 )
-from .storage import WEIGHTS
+from .storage import WEIGHTS, described
+from .weights import Weights
+
+#: Tensors by their names in a checkpoint, and whether this process writes them.
+Given = dict[str, tuple[Tensor, bool]]
 
 
 def save(
@@ -37,7 +43,7 @@ def save(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: Stateful | None = None,
-    minibatches: int = 0,
+    minibatches: int | None = None,
     sampler: Stateful | None = None,
     extra: object = None,
     overwrite: bool = False,
@@ -54,7 +60,8 @@ def save(
         target: a ``Pipeline`` between two runs, or any module.
         optimizer: of a module; a pipeline has its own.
         scheduler: of a module; a pipeline has its own.
-        minibatches: number of minibatches trained on; ``load`` returns it.
+        minibatches: number of minibatches trained on, which ``load`` returns. None: the pipeline's
+            own count, and 0 for a module.
         sampler: object whose state is saved too.
         extra: a value of JSON types, tuples and tensors, as ``state_dict()`` of an average of
             weights. Of several processes, that of the first is saved.
@@ -75,8 +82,9 @@ def save(
         TypeError: state that is neither a tensor nor a JSON value; the message says where.
         ValueError: an optimizer or scheduler is given together with a pipeline; or another
             ``trainable_only``, or one for a module without trainable parameters.
-        CheckpointError: writing failed; the message names the process and the reason. A previous
-            checkpoint at ``path`` is unchanged.
+        CheckpointError: writing failed, or another process has saved to ``path`` meanwhile without
+            ``overwrite``; the message names the process and the reason. A checkpoint at ``path`` is
+            unchanged.
         RankError: in a ``DistributedPipeline``, another rank failed or exceeded ``timeout``.
 
     Example:
@@ -86,44 +94,65 @@ def save(
         ['checkpoint.json', 'model.safetensors', 'state.safetensors']
     """
     path = Path(path).absolute()
-    check_trainable_only(trainable_only, target)
     tensors: dict[str, Tensor] = {}
-    writing = f"writing {path.name}", str(path)
+    preparing, writing = f"preparing {path.name}", (f"writing {path.name}", str(path))
     with together(target, f"saving {path.name}") as peers:
-        is_first = peers.rank == 0
+        is_first, draft = peers.rank == 0, None
         try:
-            with peers.attempt(f"preparing {path.name}") as documents:
-                if is_first:
-                    storage.check_free(path, overwrite)
+            # Each attempt either lets the processes compute together or does what may fail in one
+            # of them, never both: one that failed would leave the others waiting.
+            with peers.attempt(preparing) as begun:
+                check_trainable_only(trainable_only, target)
                 parts = parts_of(target, optimizer, scheduler)
                 if only_model:
                     parts = [replace(p, optimizer=None, scheduler=None, masters={}) for p in parts]
                 parts = [replace(p, trainable_only=trainable_only) for p in parts]
-                document = _document(parts, peers, sampler, tensors)
+                if is_first:
+                    begun.append([storage.taken(path, overwrite), new_draft(path).name])
+            reason, name = begun[0]
+            if reason is not None:
+                raise FileExistsError(reason)
+            draft = path.with_name(name)
+            with peers.attempt(preparing):
+                averages = [None if p.averaged is None else p.averaged.average()() for p in parts]
+            given: Given = {}
+            with peers.attempt(preparing) as shared:
+                document = _document(parts, averages, peers, sampler, given)
+                shared.append(document.pop("shared"))
+                if minibatches is None:
+                    minibatches = target.minibatches if isinstance(target, Pipeline) else 0
                 training = Training(target).state() if isinstance(target, Pipeline) else None
                 document |= {"minibatches": minibatches, "training": training}
-                keep_extra = _keeper(tensors if is_first else {})  # only that of the first is saved
+                keep_extra = _keeper(given if is_first else {})  # only that of the first is saved
                 document |= {"extra": encode(extra, "extra", keep_extra, "extra")}
-                document |= {"torch": str(torch.__version__), "keys": list(tensors)}
-                documents.append(document)
+                document |= {"torch": str(torch.__version__)}
                 if is_first:
-                    storage.begin(path)
+                    storage.begin(path, draft)
+            _check_shared(shared)
+            with peers.attempt(preparing) as documents:
+                for key, (tensor, takes) in given.items():
+                    all_of_it = whole(tensor)
+                    if takes:
+                        tensors[key] = all_of_it
+                for _, entry, tensor in (each for part in parts for each in part.by_value):
+                    entry.update(described(whole(tensor), by_value=True))
+                documents.append(document | {"keys": list(tensors)})
             with peers.attempt(*writing) as written:
                 entries: Json = {}
                 files: dict[str, int] = {}
                 for name, keys in _file_names(documents, peers.rank).items():
                     content = {key: tensors[key] for key in keys}
-                    added, files[name] = storage.write_tensors(path, name, content)
+                    added, files[name] = storage.write_tensors(draft, name, content)
                     entries |= added
                 written.append((entries, files))
             with peers.attempt(*writing):
                 if is_first:
                     entries = {key: entry for each, _ in written for key, entry in each.items()}
                     files = {name: size for _, each in written for name, size in each.items()}
-                    storage.commit(path, overwrite, _merged(documents), entries, files)
+                    storage.commit(path, draft, overwrite, _merged(documents), entries, files)
         except BaseException:
-            if is_first:
-                storage.discard(path)
+            if is_first and draft is not None:
+                discard(path, draft)
             raise
 
 
@@ -150,16 +179,19 @@ def items_of(part: Part) -> dict[str, Item]:
 
 
 def _document(
-    parts: Sequence[Part], peers: Peers, sampler: Stateful | None, tensors: dict[str, Tensor]
+    parts: Sequence[Part],
+    averages: Iterable[Sequence[Tensor] | None],
+    peers: Peers,
+    sampler: Stateful | None,
+    given: Given,
 ) -> Json:
-    """Return the document of a process's stages, and add their tensors to ``tensors``."""
+    """Return the document of a process's stages, and add their tensors to ``given``."""
     takes = _dealt(parts[0])
-    keep = _keeper(tensors, takes=takes)
-    # First: a failure on one replica only would leave the others waiting here.
-    averages = [_averages(part, keep) for part in parts]
+    keep = _keeper(given, takes=takes)
     stages: list[Json] = []
     replicas: list[Json] = []
-    for part, average in zip(parts, averages, strict=True):
+    for part, values in zip(parts, averages, strict=True):
+        average = _averaged(part, values, keep)
         owner = f"stage{part.stage}" + (f".replica{part.replica}" if part.replica else "")
         states = enumerate(stage_states(part))
         content: Json = {
@@ -172,18 +204,35 @@ def _document(
             continue
         content["replica"] = part.replica
         if average is not None:  # the average is shared; each replica also saves its own state
-            content |= _of_stage(part, _keeper(tensors, f"replica{part.replica}.", takes))
+            content |= _of_stage(part, _keeper(given, f"replica{part.replica}.", takes))
             if part.replica == 0:
                 stages.append({k: v for k, v in (content | average).items() if k != "averaging"})
         replicas.append(content)
+    shared = {key: list(tensor.shape) for key, (tensor, _) in given.items()}
+    shares = [parts[0].stage, parts[0].replica, shared if parts[0].shards > 1 else {}]
     if parts[0].shard:  # the first one's document has the same
         stages, replicas = [], []
-    alone = _keeper(tensors)
+    alone = _keeper(given)
     process: Json = {
         "random": Generators(parts, peers.rank, peers.size).saved(alone),
         "sampler": None if sampler is None else SamplerState(sampler, peers.rank).saved(alone),
     }
-    return {"stages": stages, "replicas": replicas, "process": process}
+    return {"stages": stages, "replicas": replicas, "process": process, "shared": shares}
+
+
+def _check_shared(found: Sequence[list[Any]]) -> None:
+    """Raise ValueError if ranks that share a stage, whose tensors they deal out, have others."""
+    firsts: dict[tuple[int, int], tuple[int, Json]] = {}
+    for rank, (stage, replica, shapes) in enumerate(found):
+        first, others = firsts.setdefault((stage, replica), (rank, shapes))
+        if shapes != others:
+            key = min(k for k in {**shapes, **others} if shapes.get(k) != others.get(k))
+            one, other = (each.get(key, "none") for each in (others, shapes))
+            raise ValueError(
+                f"ranks {first} and {rank} share stage {stage}, and {key!r} has the shape {one} on "
+                f"the one and {other} on the other; give them the same optimizers, and freeze the "
+                "same parameters"
+            )
 
 
 def _dealt(part: Part) -> Callable[[Tensor], bool]:
@@ -199,20 +248,18 @@ def _dealt(part: Part) -> Callable[[Tensor], bool]:
 
 
 def _keeper(
-    tensors: dict[str, Tensor],
+    given: Given,
     prefix: str = "",
-    takes: Callable[[Tensor], object] = lambda tensor: True,  # whether one goes there
+    takes: Callable[[Tensor], bool] = lambda tensor: True,  # whether this process writes one
 ) -> Keep:
     known: set[str] = set()
 
     def keep(key: str, tensor: Tensor) -> Json:
         key = prefix + key
-        while key in known or key in tensors:  # names with dots may coincide with nested ones
+        while key in known or key in given:  # names with dots may coincide with nested ones
             key += "'"
         known.add(key)
-        all_of_it = whole(tensor)
-        if takes(all_of_it):
-            tensors[key] = all_of_it
+        given[key] = tensor, takes(tensor)
         return {"$tensor": key}
 
     return keep
@@ -223,13 +270,13 @@ def _of_stage(part: Part, keep: Keep) -> Json:
     return {"optimizer": None, "scheduler": None, **Weights(part).saved(keep), **items}
 
 
-def _averages(part: Part, keep: Keep) -> Json | None:
-    """Return a stage's averaged weights (on its first replica); all replicas call this."""
-    if part.averaged is None:
+def _averaged(part: Part, values: Sequence[Tensor] | None, keep: Keep) -> Json | None:
+    """Return a stage's weights with their averages over replicas, on its first replica."""
+    if part.averaged is None or values is None:
         return None
-    with part.averaged.holding(part.averaged.average()()):
-        if part.replica:
-            return {}
+    if part.replica:
+        return {}
+    with part.averaged.holding([*values]):
         return Weights(part).saved(lambda key, tensor: keep(key, tensor.clone()))
 
 

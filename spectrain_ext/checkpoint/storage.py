@@ -24,10 +24,12 @@ from torch import Tensor
 from spectrain_ext.errors import CheckpointError
 from spectrain_ext.files import (
     MODEL_INDEX,
-    partial,
+    discard,
+    identity,
+    new_draft,
     present,
-    remove,
-    replaced,
+    recover,
+    replace_directory,
     sync_directory,
     write_new,
 )
@@ -42,15 +44,18 @@ _METADATA = {"format": "pt"}  # Hugging Face's tools require it
 # The directory
 
 
-def check_free(path: Path, overwrite: bool) -> None:
-    """Raise FileExistsError unless ``path`` is free or a checkpoint that may be replaced."""
-    if not os.path.lexists(present(path)):
-        return
-    if not overwrite:
-        raise FileExistsError(f"path: {path} exists; overwrite=True replaces it")
-    reason = more_than_checkpoint(present(path))
-    if reason is not None:
-        raise FileExistsError(f"path: {path} {reason}; overwrite=True replaces only checkpoints")
+def taken(path: Path, overwrite: bool) -> str | None:
+    """Return why ``path`` is neither free nor a checkpoint that may be replaced; else None."""
+    while os.path.lexists(found := present(path)):
+        if not overwrite:
+            return f"path: {path} exists; overwrite=True replaces it"
+        before = identity(found)
+        reason = more_than_checkpoint(found)
+        if reason is None:
+            return None
+        if identity(found) == before:
+            return f"path: {path} {reason}; overwrite=True replaces only checkpoints"
+    return None
 
 
 def more_than_checkpoint(path: Path) -> str | None:
@@ -74,44 +79,30 @@ def more_than_checkpoint(path: Path) -> str | None:
     return None
 
 
-def begin(path: Path) -> None:
-    """Make a new partial directory, to be committed as ``path``."""
+def begin(path: Path, draft: Path) -> None:
+    """Make a draft's directory, to be committed as ``path``."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         recover(path)
-        partial(path).mkdir()
+        draft.mkdir()
     except OSError as error:
         raise CheckpointError(
             f"path: {path} cannot be written, {error.strerror}: {error.filename}"
         ) from error
 
 
-def recover(path: Path) -> None:
-    """Remove what a stopped save left beside a checkpoint, or give that its name back."""
-    if present(path) != path:
-        present(path).rename(path)
-    remove(partial(path))
-    remove(replaced(path))
-
-
-def discard(path: Path) -> None:
-    """Try to remove what a save leaves beside ``path``; the next save removes the rest."""
-    with suppress(OSError):
-        recover(path)
-
-
 def drop(path: Path) -> None:
-    """Remove a checkpoint; while it is being removed, it has the name of a partial one."""
-    recover(path)
-    path.rename(partial(path))
-    discard(path)
+    """Remove a checkpoint; while it is being removed, it has the name of a draft."""
+    draft = new_draft(path)
+    with suppress(FileNotFoundError):  # another process removes it
+        path.rename(draft)
+    discard(path, draft)
 
 
 def commit(
-    path: Path, overwrite: bool, body: Json, tensors: Json, files: Mapping[str, int]
+    path: Path, draft: Path, overwrite: bool, body: Json, tensors: Json, files: Mapping[str, int]
 ) -> None:
-    """Write the document of all processes' files, and rename the directory to ``path``."""
-    directory = partial(path)
+    """Write the document of all processes' files, and rename the draft to ``path``."""
     weights = {key: entry for key, entry in tensors.items() if key.startswith(WEIGHTS)}
     if len({entry["file"] for entry in weights.values()}) > 1:
         sizes = (
@@ -120,16 +111,24 @@ def commit(
         )
         places = {_name_in_file(key): entry["file"] for key, entry in weights.items()}
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": places}
-        write_new(directory / MODEL_INDEX, json.dumps(index, indent=1).encode())
+        write_new(draft / MODEL_INDEX, json.dumps(index, indent=1).encode())
     content = documents.file_content({**body, "tensors": tensors, "files": files})
-    write_new(directory / documents.NAME, content)
-    sync_directory(directory)
-    check_free(path, overwrite)  # again: writing takes a while
-    if os.path.lexists(path):  # at every moment, ``present(path)`` is whole
-        path.rename(replaced(path))
-    partial(path).rename(path)
+    write_new(draft / documents.NAME, content)
+    sync_directory(draft)
+    reason = taken(path, overwrite)  # again: writing takes a while
+    if reason is None and overwrite:
+        replace_directory(path, draft)
+    elif reason is None:
+        try:
+            draft.rename(path)
+        except OSError:
+            reason = taken(path, overwrite)  # another process was faster
+            if reason is None:
+                raise
+    if reason is not None:
+        raise FileExistsError(reason)
     sync_directory(path.parent)
-    discard(path)
+    discard(path, draft)
 
 
 # Tensors
@@ -140,9 +139,9 @@ def _name_in_file(key: str) -> str:
     return key if name == "__metadata__" else name  # safetensors reserves it
 
 
-def write_tensors(path: Path, name: str, tensors: Mapping[str, Tensor]) -> tuple[Json, int]:
+def write_tensors(draft: Path, name: str, tensors: Mapping[str, Tensor]) -> tuple[Json, int]:
     """Write a file of tensors; return their entries in the document, and the file's size."""
-    file = partial(path) / name
+    file = draft / name
     entries: Json = {}
     # Holds CPU copies of all tensors that are on a device or not contiguous, at the same time.
     content: dict[str, Tensor] = {}

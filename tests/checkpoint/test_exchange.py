@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from helpers.checkpoint_cases import (
     LOSS,
+    Noisy,
     batches,
     body_of,
     ends,
@@ -20,6 +21,8 @@ from helpers.checkpoint_cases import (
     nadam,
     narrow,
     pipeline,
+    refused,
+    renamed,
     same,
     sgd,
     state_of,
@@ -30,10 +33,11 @@ from helpers.checkpoint_cases import (
 from helpers.foreign_optimizers import Lion
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.ao import quantization
 from torch.distributed.checkpoint import state_dict as torchs
 
 import spectrain_ext as st
-from spectrain_ext.checkpoint import CheckpointError, load, save
+from spectrain_ext.checkpoint import CheckpointError, ShuffledSampler, load, save
 from spectrain_ext.partitioning import cut_at
 
 
@@ -343,3 +347,108 @@ def test_packed_weights_are_of_the_base(tmp_path: Path, kind: type[Quantized]) -
         CheckpointError, match=r"base: '0\.weight' is int8, which does not fit into"
     ):
         load(tmp_path / "c", dense, only_model=True)
+
+
+# What a module's own hooks take
+
+
+def aware(seed: int = 0) -> nn.Sequential:
+    """Return layers for quantization-aware training, whose observers size their buffers later."""
+    torch.manual_seed(seed)
+    found = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    found.qconfig = quantization.get_default_qat_qconfig("fbgemm")
+    return quantization.prepare_qat(found.train())  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*reduce_range", "ignore:torch.ao", "ignore::DeprecationWarning"
+)
+def test_quantization_aware_training(tmp_path: Path) -> None:
+    kept, plain = pipeline(2, make=aware, scheduler=None), aware(2)
+    train(kept, batches(3))
+    save(tmp_path / "c", kept, sampler=ShuffledSampler(9, 2))
+    refused(
+        tmp_path / "c",
+        "does not fit the sampler: samples",
+        pipeline(2, 1, make=aware, scheduler=None),
+        sampler=ShuffledSampler(8, 2),
+    )
+    load(tmp_path / "c", plain, only_model=True)
+    same(dict(plain.state_dict()), dict(kept.state_dict()))
+    resumed = [pipeline(n, 1, make=aware, scheduler=None) for n in (2, 3)]
+    for pipe in resumed:
+        load(tmp_path / "c", pipe)
+        same(dict(pipe.state_dict()), dict(kept.state_dict()))
+    assert train(resumed[0], batches(2, seed=1)) == train(kept, batches(2, seed=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_that_renames_its_tensors(tmp_path: Path, dtype: torch.dtype) -> None:
+    """With the optimizer's state, and the masters; into other cuts, and a module."""
+    more: Any = {"optimizer": nadam, "master_dtype": torch.float32}
+
+    def made(n: int, seed: int, make: Any) -> st.Pipeline:
+        return pipeline(n, seed, make=lambda seed: make(seed).to(dtype), **more)
+
+    kept, plain = made(2, 0, model), renamed(8).to(dtype)
+    train(kept, batches(3, dtype=dtype))
+    save(tmp_path / "c", kept)
+
+    def as_saved(pipe: st.Pipeline) -> Any:
+        found = state_of(pipe)
+        for key in ("model", "masters", "state", "options"):
+            found[key] = {n.replace("inner", "linear"): v for n, v in found[key].items()}
+        return found
+
+    whole, others = made(1, 5, renamed), [made(n, 6, renamed) for n in (2, 3)]
+    for pipe in (*others, whole):
+        load(tmp_path / "c", pipe)
+        for key in ("model", "masters", "state"):
+            same(as_saved(pipe)[key], state_of(kept)[key])
+    optimizer = torch.optim.NAdam(plain.parameters())
+    load(tmp_path / "c", plain, optimizer=optimizer)
+    same([*plain.state_dict().values()], [*kept.state_dict().values()])
+    assert len(optimizer.state) == len([*plain.parameters()])
+    expected = train(kept, batches(2, seed=1, dtype=dtype))
+    assert train(others[0], batches(2, seed=1, dtype=dtype)) == expected
+    save(tmp_path / "new", others[0])  # under the new names, which the layer is not to change
+    load(tmp_path / "new", others[1])
+    same(as_saved(others[1])["model"], state_of(kept)["model"])
+
+
+class Halves(Noisy):
+    """Has its layer in two, and takes the whole one; and no longer has what was once a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)])
+        self.register_load_state_dict_pre_hook(self.cut)
+
+    @staticmethod
+    def cut(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+        state.pop(f"{prefix}mask", None)
+        for name in ("weight", "bias"):
+            if f"{prefix}linear.{name}" in state:
+                halves = state.pop(f"{prefix}linear.{name}").chunk(2)
+                state |= {f"{prefix}linear.{k}.{name}": half for k, half in enumerate(halves)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [each(x) for each in self.linear]
+        return x + self.drop(self.norm(torch.tanh(torch.cat(parts, -1))))
+
+
+def test_a_layer_that_computes_its_tensors_from_others(tmp_path: Path) -> None:
+    """Without an optimizer: nobody says what its state becomes."""
+    kept = model()
+    kept[2].register_buffer("mask", torch.ones(3))
+    save(tmp_path / "c", kept)
+    save(tmp_path / "trained", pipeline(2, make=lambda _: kept))
+    for target in (model(3, kind=Halves), pipeline(3, 3, make=lambda s: model(s, kind=Halves))):
+        load(tmp_path / "c", target, only_model=True)
+        state = target.state_dict()
+        halves = torch.cat([state["3.linear.0.weight"], state["3.linear.1.weight"]])
+        assert torch.equal(halves, kept[3].linear.weight)
+        same(state["1.norm.running_mean"], kept[1].norm.running_mean)
+        if isinstance(target, st.Pipeline):
+            match = r"has no '0\.linear\.0\.weight': its module computes it from other"
+            refused(tmp_path / "trained", match, target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 
 import pytest
@@ -191,11 +192,17 @@ def test_a_damaged_checkpoint_and_the_one_before(tmp_path):
 def test_leftovers_are_tidied_up(tmp_path):
     manager = CheckpointManager(tmp_path, pipeline(2))
     path = manager.save()
-    path.rename(tmp_path / ".minibatch-00000000.replaced")
-    (tmp_path / ".minibatch-00000000.partial").mkdir()
-    (tmp_path / ".minibatch-notes").mkdir()
+    writer = "01234567-89-89abcdef"  # on another host, long ago
+    path.rename(tmp_path / f".minibatch-00000000.{writer}.replaced")
+    (tmp_path / f".minibatch-00000001.{writer}.partial").mkdir()
+    for left in tmp_path.iterdir():
+        for each in (*left.iterdir(), left):
+            os.utime(each, (0, 0))
+    kept = [".minibatch-00000001.partial", ".minibatch-notes"]
+    for name in kept:
+        (tmp_path / name).mkdir()
     assert manager.restore().minibatches == 0
-    assert names(tmp_path) == [".minibatch-notes", "minibatch-00000000"]
+    assert names(tmp_path) == [*kept, "minibatch-00000000"]
 
 
 def test_a_checkpoint_with_something_else_is_kept(tmp_path, caplog):

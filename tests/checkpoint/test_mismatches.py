@@ -42,7 +42,6 @@ def wider() -> nn.Sequential:
         (lambda: model(blocks=5), r"has '4\..*', which the model has not \(7 such tensors\)"),
         (wider, r"'2\.linear\.weight' has shape \[5, 4\], expected \[4, 4\]"),
         (model, "has no optimizer for stage 0; only_model=True loads without"),
-        (lambda: pipeline(scheduler=None), "has no scheduler for stage 0; only_model=True lo"),
         (lambda: pipeline(optimizer=FOREIGN["AdamW"], method="sync"), "a AdamW, expected a SGD"),
     ],
 )
@@ -159,6 +158,29 @@ def test_schedulers_of_stages_that_differ_do_not_load_into_one(tmp_path: Path) -
     other = pipeline(2, seed=1, scheduler=step)
     load(tmp_path / "c", other)
     assert [each.last_epoch for each in other.schedulers] == [1, 2]
+
+
+@pytest.mark.filterwarnings("ignore:the scheduler of stage 0")
+def test_a_scheduler_that_is_added_begins(tmp_path: Path) -> None:
+    """At its own learning rates, and with the saved momentum; a checkpoint's rate is another."""
+    warmup = partial(schedules.LinearLR, start_factor=0.5, total_iters=4)
+    kept = pipeline(2, scheduler=None)
+    train(kept, batches(3))
+    rates = [0.025, 0.03125, 0.0375, 0.04375, 0.05, 0.05]
+    for optimizer in kept.optimizers:
+        optimizer.param_groups[0]["lr"] = 0.01
+    save(tmp_path / "c", kept)
+    pipe = pipeline(2, seed=1, scheduler=warmup)
+    train(pipe, batches(2))
+    refused(tmp_path / "c", "has no state of a sampler", pipe, sampler=ShuffledSampler(8, 2))
+    pipe = pipeline(2, seed=1, scheduler=warmup)
+    with pytest.warns(UserWarning, match="the scheduler of stage 1 was saved without one: it begi"):
+        assert load(tmp_path / "c", pipe) == st.checkpoint.Loaded(3, None, True)
+    for rate, batch in zip(rates, batches(6, seed=2), strict=True):
+        for by_hand, optimizer in zip(kept.optimizers, pipe.optimizers, strict=True):
+            by_hand.param_groups[0]["lr"] = rate
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(rate, rel=1e-12)
+        torch.testing.assert_close(train(pipe, [batch]), train(kept, [batch]))
 
 
 def test_what_versions_add_to_a_scheduler(tmp_path: Path) -> None:

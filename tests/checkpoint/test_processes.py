@@ -31,6 +31,9 @@ pytestmark = pytest.mark.processes
 
 def test_one_checkpoint_of_two_processes(tmp_path):
     sums = run_ranks(checkpoint_programs.stages, 2, str(tmp_path))
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["alone", "alone0", "alone1", "c"]
+    assert load(tmp_path / "alone", model()).minibatches == 8
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == [
         "checkpoint.json",
         "model-00001-of-00002.safetensors",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import shutil
+import time
 from functools import partial
 from itertools import count
 
@@ -32,7 +33,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import loss_parallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.testing import assert_close
 
 import spectrain_ext as st
@@ -296,7 +302,59 @@ def save_and_resume(rank, ranks, path):
     again = [result.loss.item() for result in resumed.run(rest) if result.has_loss]
     assert first[3:] == again
     same(whole_state(resumed.pipe), whole_state(whole.pipe), "weights")
+    fail_in_one(rank, path, resumed)
+    same(whole_state(resumed.pipe), whole_state(whole.pipe), "weights after failures")
     return whole_state(whole.pipe)
+
+
+class Failing:
+    """A sampler that cannot be saved, or not be loaded, on one rank."""
+
+    def __init__(self, fails):
+        self.fails = fails
+
+    def state_dict(self):
+        if self.fails == "save":
+            raise KeyError("mine")
+        return {}
+
+    def load_state_dict(self, state):
+        if self.fails == "load":
+            raise KeyError("mine")
+
+
+def fail_in_one(rank, path, manager):
+    """What fails in one rank is raised in all, soon, and the pipeline can go on."""
+    pipe, began = manager.pipe, time.monotonic()
+    with pytest.raises(FileExistsError, match="00000003 exists; overwrite=True replaces it"):
+        st.checkpoint.save(f"{path}/minibatch-00000003", pipe)
+    st.checkpoint.save(f"{path}/other", pipe, sampler=Failing(""))
+    for failing in (0, 1, 3):
+        mine = rank == failing
+        with pytest.raises(KeyError if mine else RuntimeError, match="mine"):
+            st.checkpoint.save(f"{path}/none", pipe, sampler=Failing("save" if mine else ""))
+        with pytest.raises(ValueError if mine else RuntimeError, match="trainable_only: expected"):
+            st.checkpoint.save(f"{path}/none", pipe, trainable_only="no" if mine else False)
+        before = whole_state(pipe)
+        with torch.no_grad():
+            for p in pipe.parameters():
+                p.add_(1)
+        changed = whole_state(pipe)
+        with pytest.raises(st.CheckpointError, match="does not fit the sampler: 'mine'"):
+            st.checkpoint.load(f"{path}/other", pipe, sampler=Failing("load" if mine else ""))
+        same(whole_state(pipe), changed, "undone in all ranks")
+        st.checkpoint.load(f"{path}/other", pipe)
+        same(whole_state(pipe), before, "weights")
+    optimizer = pipe.optimizers[0]
+    state, optimizer.state = optimizer.state, {} if rank == 1 else optimizer.state
+    match = "ranks 0 and 1 share stage 0, and 'optimizer.state.0.weight.exp_avg' has the shape"
+    with pytest.raises(ValueError, match=match):
+        st.checkpoint.save(f"{path}/none", pipe)
+    optimizer.state = state
+    with pytest.raises(ZeroDivisionError if rank == 2 else RuntimeError, match="by zero"):
+        list(manager.run(data_of(pipe, 3), extra=lambda: 1 / (rank - 2)))
+    manager.restore()
+    assert time.monotonic() - began < 25, "of 30 seconds that one rank waits for another"
 
 
 def load_elsewhere(rank, ranks, path, again):
@@ -308,7 +366,33 @@ def load_elsewhere(rank, ranks, path, again):
         assert st.checkpoint.load(path, pipe).minibatches == 6
         st.checkpoint.save(f"{again}/{n}", pipe, minibatches=6)
         found.append(whole_state(pipe))
+    empty_shards(rank, again)
     return found
+
+
+def empty_shards(rank, path):
+    """Five rows over four ranks: 2, 2, 1 and none."""
+    mesh = mesh_of(pp=1, tp=4)
+
+    def pipeline(seed):
+        torch.manual_seed(seed)
+        layers = [nn.Linear(5, 5) for _ in range(4)]
+        columns = ColwiseParallel(use_local_output=False)  # whose local shape would not tell 5
+        plan = {f"{k}": RowwiseParallel() if k % 2 else columns for k in range(4)}
+        stage = parallelize_module(nn.Sequential(*layers), mesh["tp"], plan)
+        optimizer = mesh_programs.OPTIMIZERS["adamw"]
+        return st.DistributedPipeline(stage, optimizer, nn.functional.mse_loss, group=mesh)
+
+    one, other = pipeline(0), pipeline(1)
+    assert (0 in next(one.parameters()).to_local().shape) == (rank == 3)
+    data = [(torch.ones(4, 5), torch.zeros(4, 5))] * 2
+    list(one.run(data if rank == 0 else None))
+    st.checkpoint.save(f"{path}/empty", one)
+    st.checkpoint.load(f"{path}/empty", other)
+    same(whole_state(other), whole_state(one), "empty shards")
+    for pipe in (one, other):
+        list(pipe.run(data if rank == 0 else None))
+    same(whole_state(other), whole_state(one), "empty shards, trained on")
 
 
 def test_checkpoints_fit_into_other_meshes_and_the_model(tmp_path):

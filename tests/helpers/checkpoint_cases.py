@@ -34,10 +34,33 @@ class Noisy(nn.Module):
         return x + self.drop(self.norm(torch.tanh(self.linear(x))))
 
 
-def model(seed: int = 0, blocks: int = 4) -> nn.Sequential:
+class Renamed(Noisy):
+    """A later version, which has another name for its layer and still takes the old one."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._modules = {k.replace("linear", "inner"): v for k, v in self._modules.items()}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.norm(torch.tanh(self.inner(x))))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, versions: Any, *args: Any) -> None:
+        if versions.get("version", 1) < 2:
+            for name in ("weight", "bias"):
+                state[f"{prefix}inner.{name}"] = state.pop(f"{prefix}linear.{name}")
+        super()._load_from_state_dict(state, prefix, versions, *args)
+
+
+def model(seed: int = 0, blocks: int = 4, kind: type[nn.Module] = Noisy) -> nn.Sequential:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return nn.Sequential(*(Noisy() for _ in range(blocks)))
+        return nn.Sequential(*(kind() for _ in range(blocks)))
+
+
+def renamed(seed: int = 0) -> nn.Sequential:
+    return model(seed, kind=Renamed)
 
 
 class Adapted(nn.Module):

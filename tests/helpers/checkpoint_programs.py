@@ -15,6 +15,7 @@ from helpers.checkpoint_cases import (
     everything,
     halving,
     model,
+    renamed,
     same,
     sgd,
     weights,
@@ -43,9 +44,9 @@ def refuse_pickles():
     distributed_c10d._object_to_tensor = distributed_c10d._tensor_to_object = refused
 
 
-def stage_of(rank, seed):
+def stage_of(rank, seed, make=model):
     """Return a pipeline over two ranks, whose learning rate differs from rank to rank."""
-    part = cut_at(model(seed), ends(4, 2))[rank]
+    part = cut_at(make(seed), ends(4, 2))[rank]
 
     def optimizer(params):
         return st.optim.SGD(params, lr=0.05 * (rank + 1), momentum=0.9)
@@ -73,6 +74,10 @@ def stages(rank, ranks, path):
     assert torch.equal(torch.rand(2), expected)
     same(everything(other), everything(pipe))
     assert other.optimizers[0].param_groups[0]["lr"] == 0.05 * (rank + 1)
+    later = stage_of(rank, 3, renamed)
+    assert load(f"{path}/c", later).random
+    found = {key.replace("inner", "linear"): value for key, value in everything(later).items()}
+    same(found, everything(pipe))
     total = sum(p.double().sum().item() for p in pipe.parameters())
     for each in (pipe, other):  # a lower metric is a worse one, on every rank and after loading
         list(each.run(batches(1, 1)))
@@ -80,6 +85,9 @@ def stages(rank, ranks, path):
         assert each.optimizers[0].param_groups[0]["lr"] == 0.025 * (rank + 1)
     same(everything(other), everything(pipe))
     save(f"{path}/alone{rank}", model())  # by this process alone
+    for seed in range(9):  # and of one path, by both at once
+        save(f"{path}/alone", model(seed), minibatches=seed, overwrite=True)
+        assert load(f"{path}/alone", model()).minibatches <= 8
     return total
 
 
