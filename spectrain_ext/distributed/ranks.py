@@ -171,6 +171,10 @@ class Ranks(Processes):
         """Add up a tensor, in place, over the ranks that share this one's replica."""
         combine(tensor, self._links.shards, self._board, dist.ReduceOp.SUM)
 
+    def row_of(self, stage: int) -> Sequence[int]:
+        """Return the ranks that share this one's replica of a stage."""
+        return self.replicas.rows[self.replicas.indices_of(stage)[self.replica]]
+
     def exchange(self, message: Tensor) -> Callable[[], Sequence[Tensor]]:
         assert self._links.replicas is not None
         return exchange_weights(message, self._links.replicas, self._board)

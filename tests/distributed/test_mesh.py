@@ -385,14 +385,17 @@ def test_pipelines_of_other_ranks_go_on():
 # What is refused, on all ranks
 
 
-def left_out(rank, ranks):
+def left_out(rank, ranks, branch):
     """Leave a norm out of the plan, of which each rank sees a part of the sequence."""
     mesh = mesh_of(pp=1, tp=2)
     (stage,) = mesh_programs.stages(count=1)
+    if branch == "begins with zeros":  # the norm's first gradient is zero
+        nn.init.zeros_(stage[1].attention.o.weight)
     parallelize(stage, mesh["tp"], True)
     norm = nn.LayerNorm(mesh_programs.WIDTH).double()
     stage[1].norm1 = LocalNorm(norm, mesh["tp"])
-    return list(make_of(stage, mesh).run(data_of(None)))
+    pipe = make_of(stage, mesh)
+    return list(pipe.run(data_of(pipe)))
 
 
 class LocalNorm(nn.Module):
@@ -404,11 +407,13 @@ class LocalNorm(nn.Module):
         return DTensor.from_local(self.norm(x.to_local()), self.mesh, [Shard(1)])
 
 
-def test_a_layer_outside_the_plan_is_noticed():
-    for rank, end in enumerate(Ranks(left_out, 2).join()):
+@pytest.mark.parametrize(("branch", "minibatch"), [("", 0), ("begins with zeros", 1)])
+def test_a_layer_outside_the_plan_is_noticed(branch, minibatch):
+    differs = r"is an ordinary tensor, and its gradient differs .* on rank 0, .* on rank 1\)"
+    for rank, end in enumerate(Ranks(left_out, 2, branch).join()):
         assert end.code == 1
-        assert "parameter '1.norm1.norm." in end.error, (rank, end.error)
-        assert "is an ordinary tensor, and its gradient differs" in end.error
+        place = f"minibatch {minibatch}, .*parameter '1.norm1.norm."
+        assert re.search(place + ".*" + differs, end.error), (rank, end.error)
 
 
 def sharded(mesh, **more):
