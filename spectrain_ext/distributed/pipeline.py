@@ -147,12 +147,14 @@ class DistributedPipeline(Pipeline):
                     )
                 clip_scope = "stage"
             if layout.shards is not None:
-                from .shards import TensorParallel, prepare
+                from .shards import prepare
 
                 prepare(modules, layout.shards)
-                own_passes = [TensorParallel(layout.shards), *own_passes]
-            settings = {"clip_scope": clip_scope, "split_dim": repr(split_dim)}
-            self._processes = Ranks(members, prefix, board, layout, own_passes, clip_norm, settings)
+            self._processes = Ranks(
+                *(members, prefix, board, layout, own_passes, clip_norm),
+                settings={"clip_scope": clip_scope, "split_dim": repr(split_dim)},
+                of_stage={"loss_fn": loss_fn, "master_dtype": master_dtype, "recompute": recompute},
+            )
             self.replicas, self.replica = layout.replicas.counts, self._processes.replica
             devices = None if device is None else [device] * len(modules)
             super().__init__(

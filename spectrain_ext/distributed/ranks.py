@@ -60,10 +60,11 @@ class Ranks(Processes):
         passes: Sequence[Pass],
         clip_norm: float | None,
         settings: Mapping[str, Any],  # others that all ranks must share
+        of_stage: Mapping[str, object],  # those that the ranks of a stage must share
     ) -> None:
         replicas, where, shards = layout
         super().__init__(replicas, replicas.stages_on(board.rank))
-        self._passes = passes
+        self._given_passes = passes
         self.takes_batches = board.rank == 0  # rank 0 also decides the length of a run
         self.own_minibatches = any(each.own_minibatches for each in passes)
         self.replica = replicas.stage_and_replica(replicas.numbers_on(board.rank)[0])[1]
@@ -71,6 +72,11 @@ class Ranks(Processes):
         self._where = where and f"{where}: "
         self._shards, self.sharded = shards, shards is not None
         self._clip_norm, self._settings = clip_norm, settings
+        self._of_stage = {"clip_norm": clip_norm, **of_stage}
+        if shards is not None:
+            from .shards import TensorParallel  # takes a while to import
+
+            self.passes = [TensorParallel(shards)]
 
     def connect(
         self,
@@ -84,7 +90,6 @@ class Ranks(Processes):
         """Compare settings with the other ranks and open links; every rank calls this."""
         board, replicas, first = self._board, self.replicas, stages[0]
         weights = first.weights
-        optimizer = None if weights is None else weights.optimizer
         if len({stage.device for stage in stages}) > 1:
             where = ", ".join(str(stage.device) for stage in stages)
             raise ValueError(f"stage: the stages of a rank must be on one device, got {where}")
@@ -104,7 +109,8 @@ class Ranks(Processes):
                 "device": first.device.type,
                 "count": "given" if counted else "none",
                 "clip_norm": self._clip_norm if exchanges_norms else None,
-                "passes": repr(self._passes),
+                "group": "a mesh with 'tp'" if self.sharded else "whole stages",
+                "passes": repr(self._given_passes),
                 **self._settings,
             },
             {
@@ -112,7 +118,10 @@ class Ranks(Processes):
                 "cut": [[s.index, cut_place(s.module)] for s in stages],
                 "hidden": hidden_use(s.weights for s in stages),
                 "trains": any(stage.weights is not None for stage in stages),
-                "start": start_of(first.module, optimizer) if replicas.dealt else {},
+                "start": {
+                    str(stage.index): start_of(stage, self._of_stage, replicas.dealt)
+                    for stage in (stages if replicas.dealt or self.sharded else ())
+                },
                 "gpu": gpu_of(first.device),
             },
         )
