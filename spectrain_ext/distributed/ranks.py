@@ -40,6 +40,7 @@ from .agreement import (
 from .board import Board
 from .collectives import DistributedNorm, GradientSum, combine, exchange_weights
 from .ends import RemoteReceiver, RemoteSender
+from .failures import Sharing
 from .links import Links, RankGroup, backend_of_bodies, break_on_failure, gpu_of, open_links
 from .mesh import Layout
 
@@ -139,6 +140,8 @@ class Ranks(Processes):
         if self._shards is not None:  # not before: what is refused leaves the caller's groups alone
             made = self._shards.get_group()
             break_on_failure(made, dist.get_backend(made), board)
+            others = [rank for rank in self.row_of(first.index) if rank != board.rank]
+            board.sharing = Sharing(others, made._get_sequence_number_for_group)
         rank_group = self._links.replicas
         if rank_group is not None and not self.own_minibatches:
             params = [] if weights is None else weights.params

@@ -7,6 +7,7 @@ import re
 import shutil
 from functools import partial
 from itertools import count
+from time import monotonic
 
 import pytest
 import torch
@@ -336,12 +337,13 @@ def test_checkpoints_fit_into_other_meshes_and_the_model(tmp_path):
 # A rank that fails inside its stage, where another one waits for it
 
 
-def fail(rank, ranks, fault, where):
-    pipe = on_mesh(mesh_of(pp=2, tp=2), "auto", sequence=True, timeout=3.0)
+def fail(rank, ranks, fault, where, culprit):
+    pp = ranks // 2
+    pipe = on_mesh(mesh_of(pp=pp, tp=2), "auto", sequence=True, timeout=3.0, count=pp)
     turns = count()
 
     def hook(*_):
-        if rank == 3 and next(turns) == 5:
+        if rank == culprit and next(turns) == 5:
             commit(fault)
 
     part = next(m for m in pipe.modules() if isinstance(m, mesh_programs.Mlp))
@@ -350,19 +352,29 @@ def fail(rank, ranks, fault, where):
 
 
 @pytest.mark.parametrize(
-    ("fault", "where"),
-    [("kill", "forward"), ("exception", "backward"), ("hang", "forward"), ("stop", "backward")],
+    ("ranks", "culprit", "fault", "where"),
+    [
+        *((4, 3, "kill", "forward"), (4, 3, "exception", "backward"), (4, 3, "hang", "forward")),
+        # with one stage, ranks wait for one another inside it alone
+        *((4, 3, "stop", "backward"), (2, 1, "hang", "backward"), (2, 0, "stop", "forward")),
+    ],
 )
-def test_a_rank_that_fails_inside_its_stage(fault, where):
-    ends = Ranks(fail, 4, fault, where).join(but=(3,) if fault == "stop" else ())
+def test_a_rank_that_fails_inside_its_stage(ranks, culprit, fault, where):
+    began = monotonic()
+    # A stopped one keeps the store, if it is the first.
+    program = Ranks(fail, ranks, fault, where, culprit, keeper=culprit > 0)
+    ends = program.join(but=(culprit,) if fault == "stop" else ())
     told = printed_by(ends)
-    for rank, end in enumerate(ends[:3]):
-        assert end.code == 1, told
-        assert f"RankError: rank {rank}, " in end.error, told
-        # What a stopped one did last may not be known.
-        place = "" if fault == "stop" else ".*pp 1, tp 1: "
-        assert re.search(f"first cause: rank 3, {place}", end.error), told
-    assert "waiting on a rank that computes the stage with it" in ends[2].error, told
+    assert monotonic() - began < 60.0, told  # far less than 120 s, after which a rank has hung
+    for rank, end in enumerate(ends):
+        if rank != culprit:
+            assert end.code == 1, told
+            assert f"RankError: rank {rank}, " in end.error, told
+            # What a stopped one did last may not be known.
+            place = "" if fault == "stop" else f".*pp {ranks // 2 - 1}, tp 1: "
+            assert re.search(f"first cause: rank {culprit}, {place}", end.error), told
+    sharing = ends[2 * (culprit // 2) + 1 - culprit % 2]
+    assert "waiting on a rank that computes the stage with it" in sharing.error, told
 
 
 def side_by_side(rank, ranks):
