@@ -90,7 +90,8 @@ class Board:
 
         def meet() -> None:
             try:
-                met.append(self._meet(store))
+                self._meet(store)
+                met.append(None)
             except Exception as error:
                 met.append(error)
 

@@ -74,10 +74,6 @@ class Ranks(Processes):
         self._shards, self.sharded = shards, shards is not None
         self._clip_norm, self._settings = clip_norm, settings
         self._of_stage = {"clip_norm": clip_norm, **of_stage}
-        if shards is not None:
-            from .shards import TensorParallel  # takes a while to import
-
-            self.passes = [TensorParallel(shards)]
 
     def connect(
         self,
@@ -141,7 +137,7 @@ class Ranks(Processes):
             made = self._shards.get_group()
             break_on_failure(made, dist.get_backend(made), board)
             others = [rank for rank in self.row_of(first.index) if rank != board.rank]
-            board.sharing = Sharing(others, made._get_sequence_number_for_group)
+            board.sharing = Sharing(others, partial(_begun_in, made))
         rank_group = self._links.replicas
         if rank_group is not None and not self.own_minibatches:
             params = [] if weights is None else weights.params
@@ -273,6 +269,12 @@ class Ranks(Processes):
     def end(self) -> None:
         if self._total is not None:
             self._total.end()
+
+
+def _begun_in(group: Any) -> int:
+    """Return how many collectives a group has begun."""
+    number: int = group._get_sequence_number_for_group()
+    return number
 
 
 def _receivers(wires: Wires) -> list[RemoteReceiver]:
