@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from spectrain_ext.method import Method, factor_of, phases_of, rules_at
 from spectrain_ext.pipeline.arguments import check_order
 from spectrain_ext.pipeline.evaluation import digest_of
 from spectrain_ext.pipeline.names import bare, full_names
 from spectrain_ext.pipeline.phases import max_norms_of
+from spectrain_ext.pipeline.stage import Stage
 from spectrain_ext.pipeline.ties import (
     Copy,
     Member,
@@ -28,7 +28,14 @@ from spectrain_ext.weights.storage import local_part
 
 from .board import Board
 
-_OPTION = "the optimizer's "
+# What ranks with one stage start from, by kind, and what to do if it differs.
+_SEED = "call torch.manual_seed with the same seed on both before you make the stage"
+_REMEDIES = {
+    "options": "give both the same",
+    "weights": f"{_SEED}, or load the same weights into both",
+    "shards": f"{_SEED}, or load the same weights into both",
+    "seeds": "call torch.manual_seed with the same seed on both before you make the pipeline",
+}
 
 # Every rank calls each of these, with the same outcome on all.
 
@@ -125,27 +132,68 @@ def agreed_ties(
     return ties_of(member for member, _ in asked)
 
 
-def start_of(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, str]:
-    """Return what replicas must have in common when they start: weights and options."""
+def start_of(
+    stage: Stage, arguments: Mapping[str, object], dealt: bool
+) -> dict[str, dict[str, str]]:
+    """Return what the ranks of a stage must have in common when they start, by kind.
+
+    ``dealt``: whether there are replicas, whose shards must be equal, too.
+    """
+    weights, groups = stage.weights, dict[Tensor, int]()
+    options = {
+        f"the argument {name}": str(getattr(value, "__qualname__", None) or _shown(value))
+        for name, value in arguments.items()
+    }
+    if weights is not None:
+        scheduler = weights.scheduler
+        for what, made in (("optimizer", weights.optimizer), ("scheduler", scheduler)):
+            name = f"{type(made).__module__}.{type(made).__qualname__}"
+            options[f"the {what}"] = "None" if made is None else name
+        for g, group in enumerate(weights.optimizer.param_groups):
+            groups |= dict.fromkeys(group["params"], g)
+            for name, value in sorted(group.items()):
+                if name != "params":
+                    options[f"the optimizer's {name!r} of parameter group {g}"] = _shown(value)
+        for name, value in sorted(getattr(scheduler, "state_dict", dict)().items()):
+            options[f"the scheduler's {name!r}"] = _shown(value)
+    digests: dict[bool, dict[str, str]] = {True: {}, False: {}}  # of shards, of whole tensors
     # without module buffers, which belong to each replica
-    values = {repr(name): digest_of(local_part(p)) for name, p in module.named_parameters()}
-    for g, group in enumerate([] if optimizer is None else optimizer.param_groups):
-        for name, value in sorted(group.items()):
-            if name != "params":
-                values[f"{_OPTION}{name!r} of parameter group {g}"] = _shown(value)
-    return values
+    for name, p in stage.module.named_parameters():
+        (shape, dtype, trained, *placed), at = look_of(p), groups.get(local_part(p))
+        use = "tied" if at is None else f"in parameter group {at}"
+        look = [f"{dtype} {shape}", *map(str, placed), use if trained else "frozen"]
+        options[f"parameter {name!r}"] = ", ".join(look)
+        sharded = any(each.is_shard() for each in getattr(p, "placements", ()))
+        if dealt or not sharded:
+            digests[sharded][repr(name)] = digest_of(local_part(p))
+    states = {f"the random state of its {s.device}": digest_of(s) for s in stage.random.states()}
+    return {"options": options, "weights": digests[False], "shards": digests[True], "seeds": states}
 
 
 def check_equal_start(of_ranks: Sequence[Mapping[str, Any]], replicas: Replicas) -> None:
-    """Raise ValueError unless the replicas of each stage have equal parameters and options."""
+    """Raise ValueError unless the ranks of each stage have equal weights, options and seeds."""
     for k in range(replicas.stages):
-        ranks, shards = replicas.ranks_of(k), len(replicas.rows[0])
-        for first, other in [(ranks[n % shards], ranks[n]) for n in range(shards, len(ranks))]:
-            a, b = of_ranks[first]["start"], of_ranks[other]["start"]
-            if [*a.items()] != [*b.items()]:
+        rows = [replicas.rows[n] for n in replicas.indices_of(k)]
+        sharing = [(row[0], rank) for row in rows for rank in row[1:]]  # by tensor parallelism
+        equal = [pair for row in rows[1:] for pair in zip(rows[0], row, strict=True)]
+        _check_pairs(sharing, f"the ranks that share stage {k}", "shards", k, of_ranks)
+        _check_pairs(equal, f"the replicas of stage {k}", "seeds", k, of_ranks)
+
+
+def _check_pairs(
+    pairs: Sequence[tuple[int, int]],
+    who: str,
+    differs: str,  # the kind that such ranks need not have in common
+    k: int,
+    of_ranks: Sequence[Mapping[str, Any]],
+) -> None:
+    for first, other in pairs:
+        a, b = (of_ranks[rank]["start"][str(k)] for rank in (first, other))
+        for kind, remedy in _REMEDIES.items():
+            if kind != differs and [*a[kind].items()] != [*b[kind].items()]:
                 raise ValueError(
-                    f"stage: the replicas of stage {k} must start from the same weights and "
-                    f"options; {_difference(first, other, a, b)}"
+                    f"stage: {who} must start from the same weights and options; "
+                    f"{_difference(first, other, a[kind], b[kind], kind)}; {remedy}"
                 )
 
 
@@ -155,12 +203,12 @@ def _shown(value: object) -> str:
     return f"a {type(value).__qualname__}" if " at 0x" in text else text
 
 
-def _difference(first: int, other: int, a: dict[str, str], b: dict[str, str]) -> str:
+def _difference(first: int, other: int, a: dict[str, str], b: dict[str, str], kind: str) -> str:
     for key in [*a, *b]:
         if key not in a or key not in b:
             has, has_not = (first, other) if key in a else (other, first)
             return f"rank {has} has {key}, and rank {has_not} has not"
-        if a[key] != b[key] and key.startswith(_OPTION):
+        if a[key] != b[key] and kind == "options":
             return f"{key} is {a[key]} on rank {first} and {b[key]} on rank {other}"
         if a[key] != b[key]:
             return f"{key} of rank {first} is not that of rank {other}"

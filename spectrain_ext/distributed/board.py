@@ -16,7 +16,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -35,22 +35,22 @@ from spectrain_ext.interrupts import deferred, held_back, waiting
 
 from .failures import (
     LAST,
+    SHARES,
     WATCHING,
     Cause,
     Heartbeat,
+    Sharing,
     describe_error,
     find_culprit,
     is_broken_connection,
     is_broken_inside,
     this_process,
-    waits_inside,
     wake_stopped,
     write_report,
 )
 from .store import CONNECT_SECONDS, connection
 
 FAILED = "failed"  # the store's key of the first cause
-SHARES = "a rank that computes the stage with it"
 
 
 class Board:
@@ -79,26 +79,43 @@ class Board:
         self._waits_for_progress = False  # whether a rank that makes progress may pass the deadline
         self._patience = CONNECT_SECONDS  # seconds that the store may take to answer
         self._others = [r for r in range(ranks) if r != rank]
+        self.sharing = Sharing()  # of this rank's stages, with others
         self._keys = [f"beat/{r}" for r in range(ranks)]
         self._shared: tuple[int, list[object]] = 0, []  # values for all ranks: count, and last two
         self.beats = [Heartbeat(b"", monotonic())] * ranks
         self._forget()
         _BOARDS.add(self)
         self.set_action("meeting")
-        began, key = monotonic(), self._keys[rank]
-        try:
-            # checked first: connecting to a store that has gone takes a while to fail
-            outlived = store.check([key]) and store.get(key) != b""
-            # a connection of its own: rendezvous of process groups block the given one
-            self._store = connection(store, CONNECT_SECONDS, timeout)
-            for each in self._keys:  # reading a missing key would block
-                self._store.compare_set(each, "", "")
-            self._store.compare_set(FAILED, "", "")
-        except RuntimeError as error:
-            if not is_broken_connection(error):
-                raise
+        began, met = monotonic(), list[Exception | None]()
+
+        def meet() -> None:
+            try:
+                self._meet(store)
+                met.append(None)
+            except Exception as error:
+                met.append(error)
+
+        # In a thread, as a store whose process is stopped holds up calls for ever.
+        meeting = threading.Thread(target=meet, name="spectrain meeting", daemon=True)
+        meeting.start()
+        meeting.join(max(timeout, CONNECT_SECONDS))
+        (error,) = met or [None]
+        if not met or (error is not None and is_broken_connection(error)):
             cause, waited = self._without_store(error), monotonic() - began
             raise self._rank_error(cause, "the store", waited) from error
+        if error is not None:
+            raise error
+
+    def _meet(self, store: Store) -> None:
+        """Connect to the store; RuntimeError if it has outlived a restart."""
+        key = self._keys[self.rank]
+        # checked first: connecting to a store that has gone takes a while to fail
+        outlived = store.check([key]) and store.get(key) != b""
+        # a connection of its own: rendezvous of process groups block the given one
+        self._store = connection(store, CONNECT_SECONDS, self.timeout)
+        for each in self._keys:  # reading a missing key would block
+            self._store.compare_set(each, "", "")
+        self._store.compare_set(FAILED, "", "")
         if outlived:
             raise RuntimeError(
                 "the process group's store has outlived a restart, and still has what this rank "
@@ -349,7 +366,7 @@ class Board:
             return Cause(self.rank, f"{self.action()}: KeyboardInterrupt, which waits for its end")
         absent = [r for r in self._others if not self.beats[r].text]
         limit = max(self.timeout, CONNECT_SECONDS) if absent else self.timeout
-        waits = self.waits
+        waits = self._waiting()
         if waits is None or monotonic() - waits[2] <= limit:
             return None
         if absent:
@@ -392,13 +409,15 @@ class Board:
         self._wake.wait(left)
 
     def _beat(self) -> Heartbeat:
-        now, waits = monotonic(), None if self._failure else self.waits
-        if waits is None and not self._failure and waits_inside():
-            waits = None, SHARES, now
+        now, waits = monotonic(), None if self._failure else self._waiting()
         return Heartbeat(
             *(b"", now, self.action(), now - self._steps[-1][1], waits and waits[:2]),
             *(*self._shared, self.cause is not None, this_process()),
         )
+
+    def _waiting(self) -> tuple[int | Sequence[int] | None, str, float] | None:
+        """Return ``waits``, or for whom this rank waits inside its stages."""
+        return self.waits or self.sharing.waits(self._steps[-1][1])
 
     def _publish(self) -> None:
         _, _, *sent = self._beat()

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from math import inf
@@ -25,6 +25,15 @@ STACK_CHARACTERS = 2**15
 
 #: Names of the threads that watch, which reports leave out.
 WATCHING = ("spectrain board", "spectrain guard")
+
+
+#: What a rank waits for inside its stage.
+SHARES = "a rank that computes the stage with it"
+# Modules whose functions wait for collectives: a stage's, and those of the caller's loop too.
+_COLLECTIVES = (
+    "torch.distributed._functional_collectives",
+    "torch.distributed.distributed_c10d",
+)
 
 
 class Cause(NamedTuple):
@@ -43,7 +52,7 @@ class Heartbeat(NamedTuple):
     heard: float  # when it was received, on this rank's clock
     doing: str = "starting"
     busy: float = 0.0  # seconds since it began that
-    waits: Sequence[Any] | None = None  # for which rank (None: all), and on which edge
+    waits: Sequence[Any] | None = None  # for which rank (or several; None: all), and on which edge
     shared: int = 0  # number of values it has shared, see ``Board.exchange_json``
     last: Sequence[Any] = ()  # the last two of them
     knows: bool = False  # of a failure
@@ -79,11 +88,36 @@ def is_broken_inside(error: BaseException) -> bool:
     return cause is not None and (broken or type(cause).__module__ == "torch.distributed")
 
 
-def waits_inside() -> bool:
-    """Whether the main thread is in a collective of a stage's module, as of tensor parallelism."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    names = (each.f_globals.get("__name__") for each, _ in traceback.walk_stack(frame))
-    return frame is not None and "torch.distributed._functional_collectives" in names
+class Sharing:
+    """Finds out how long this rank waits inside its stages, for others that compute them with it.
+
+    No caller announces these waits: they are in collectives of modules, as of tensor parallelism.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int] | None = None,  # None: any
+        collectives: Callable[[], int] = lambda: 0,  # counts those that have begun
+    ) -> None:
+        self._ranks, self._modules = ranks, _COLLECTIVES[: 1 if ranks is None else 2]
+        self._collectives: Callable[[], int] = lambda: 0
+        with suppress(RuntimeError):  # not every backend counts them
+            collectives()
+            self._collectives = collectives
+        self._seen: tuple[object, float] | None = None  # a collective, and when it was first seen
+
+    def waits(self, began: float) -> tuple[Sequence[int] | None, str, float] | None:
+        """Return for whom, what and since when; ``began``: this rank's present action."""
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        names = {each.f_globals.get("__name__") for each, _ in traceback.walk_stack(frame)}
+        if frame is None or names.isdisjoint(self._modules):
+            self._seen = None
+            return None
+        mark, now = (self._collectives(), began), monotonic()
+        seen = self._seen
+        if seen is None or seen[0] != mark:
+            self._seen = seen = mark, now
+        return self._ranks, SHARES, seen[1]
 
 
 def this_process() -> list[Any]:
@@ -103,7 +137,7 @@ def wake_stopped(process: Sequence[Any]) -> None:
 
 
 def find_culprit(
-    beats: Sequence[Heartbeat], me: int, peer: int | None, patience: float
+    beats: Sequence[Heartbeat], me: int, peer: int | Sequence[int] | None, patience: float
 ) -> tuple[Cause, float]:
     """Follow the chain of waits to a rank that is silent or does not wait.
 
@@ -114,7 +148,8 @@ def find_culprit(
     now = monotonic()
     passed: list[int] = []
     while True:
-        following = _rank_all_wait_for(beats, me, patience) if peer is None else peer
+        among = [r for r in range(len(beats)) if r != me] if peer is None else peer
+        following = among if isinstance(among, int) else _awaited(beats, among, patience)
         if passed and following in (me, *passed):
             busy = min(beats[r].busy + now - beats[r].heard for r in passed)
             culprit = following if peer is None else passed[-1]
@@ -133,14 +168,14 @@ def find_culprit(
         peer = beat.waits[0]
 
 
-def _rank_all_wait_for(beats: Sequence[Heartbeat], me: int, patience: float) -> int:
-    """Return the rank that all wait for: a silent one, else one that waits for the fewest."""
+def _awaited(beats: Sequence[Heartbeat], among: Sequence[int], patience: float) -> int:
+    """Return the rank that others wait for: a silent one, else one that waits for the fewest."""
 
     def order(r: int) -> tuple[float, int]:
         silent, waits = monotonic() - beats[r].heard, beats[r].waits
         return -max(silent, patience), 0 if waits is None else 1 if waits[0] is not None else 2
 
-    return min((r for r in range(len(beats)) if r != me), key=order)
+    return min(among, key=order)
 
 
 # The report

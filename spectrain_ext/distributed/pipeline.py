@@ -146,13 +146,16 @@ class DistributedPipeline(Pipeline):
                         "loss_fn return a pair (sum, count)"
                     )
                 clip_scope = "stage"
+            self._processes = Ranks(
+                *(members, prefix, board, layout, own_passes, clip_norm),
+                settings={"clip_scope": clip_scope, "split_dim": repr(split_dim)},
+                of_stage={"loss_fn": loss_fn, "master_dtype": master_dtype, "recompute": recompute},
+            )
             if layout.shards is not None:
                 from .shards import TensorParallel, prepare
 
                 prepare(modules, layout.shards)
-                own_passes = [TensorParallel(layout.shards), *own_passes]
-            settings = {"clip_scope": clip_scope, "split_dim": repr(split_dim)}
-            self._processes = Ranks(members, prefix, board, layout, own_passes, clip_norm, settings)
+                self._processes.passes = [TensorParallel(layout.shards)]
             self.replicas, self.replica = layout.replicas.counts, self._processes.replica
             devices = None if device is None else [device] * len(modules)
             super().__init__(

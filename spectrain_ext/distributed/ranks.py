@@ -40,6 +40,7 @@ from .agreement import (
 from .board import Board
 from .collectives import DistributedNorm, GradientSum, combine, exchange_weights
 from .ends import RemoteReceiver, RemoteSender
+from .failures import Sharing
 from .links import Links, RankGroup, backend_of_bodies, break_on_failure, gpu_of, open_links
 from .mesh import Layout
 
@@ -60,10 +61,11 @@ class Ranks(Processes):
         passes: Sequence[Pass],
         clip_norm: float | None,
         settings: Mapping[str, Any],  # others that all ranks must share
+        of_stage: Mapping[str, object],  # those that the ranks of a stage must share
     ) -> None:
         replicas, where, shards = layout
         super().__init__(replicas, replicas.stages_on(board.rank))
-        self._passes = passes
+        self._given_passes = passes
         self.takes_batches = board.rank == 0  # rank 0 also decides the length of a run
         self.own_minibatches = any(each.own_minibatches for each in passes)
         self.replica = replicas.stage_and_replica(replicas.numbers_on(board.rank)[0])[1]
@@ -71,6 +73,7 @@ class Ranks(Processes):
         self._where = where and f"{where}: "
         self._shards, self.sharded = shards, shards is not None
         self._clip_norm, self._settings = clip_norm, settings
+        self._of_stage = {"clip_norm": clip_norm, **of_stage}
 
     def connect(
         self,
@@ -84,7 +87,6 @@ class Ranks(Processes):
         """Compare settings with the other ranks and open links; every rank calls this."""
         board, replicas, first = self._board, self.replicas, stages[0]
         weights = first.weights
-        optimizer = None if weights is None else weights.optimizer
         if len({stage.device for stage in stages}) > 1:
             where = ", ".join(str(stage.device) for stage in stages)
             raise ValueError(f"stage: the stages of a rank must be on one device, got {where}")
@@ -104,7 +106,8 @@ class Ranks(Processes):
                 "device": first.device.type,
                 "count": "given" if counted else "none",
                 "clip_norm": self._clip_norm if exchanges_norms else None,
-                "passes": repr(self._passes),
+                "group": "a mesh with 'tp'" if self.sharded else "whole stages",
+                "passes": repr(self._given_passes),
                 **self._settings,
             },
             {
@@ -112,7 +115,10 @@ class Ranks(Processes):
                 "cut": [[s.index, cut_place(s.module)] for s in stages],
                 "hidden": hidden_use(s.weights for s in stages),
                 "trains": any(stage.weights is not None for stage in stages),
-                "start": start_of(first.module, optimizer) if replicas.dealt else {},
+                "start": {
+                    str(stage.index): start_of(stage, self._of_stage, replicas.dealt)
+                    for stage in (stages if replicas.dealt or self.sharded else ())
+                },
                 "gpu": gpu_of(first.device),
             },
         )
@@ -130,6 +136,8 @@ class Ranks(Processes):
         if self._shards is not None:  # not before: what is refused leaves the caller's groups alone
             made = self._shards.get_group()
             break_on_failure(made, dist.get_backend(made), board)
+            others = [rank for rank in self.row_of(first.index) if rank != board.rank]
+            board.sharing = Sharing(others, partial(_begun_in, made))
         rank_group = self._links.replicas
         if rank_group is not None and not self.own_minibatches:
             params = [] if weights is None else weights.params
@@ -170,6 +178,10 @@ class Ranks(Processes):
     def over_shards(self, tensor: Tensor) -> None:
         """Add up a tensor, in place, over the ranks that share this one's replica."""
         combine(tensor, self._links.shards, self._board, dist.ReduceOp.SUM)
+
+    def row_of(self, stage: int) -> Sequence[int]:
+        """Return the ranks that share this one's replica of a stage."""
+        return self.replicas.rows[self.replicas.indices_of(stage)[self.replica]]
 
     def exchange(self, message: Tensor) -> Callable[[], Sequence[Tensor]]:
         assert self._links.replicas is not None
@@ -257,6 +269,12 @@ class Ranks(Processes):
     def end(self) -> None:
         if self._total is not None:
             self._total.end()
+
+
+def _begun_in(group: Any) -> int:
+    """Return how many collectives a group has begun."""
+    number: int = group._get_sequence_number_for_group()
+    return number
 
 
 def _receivers(wires: Wires) -> list[RemoteReceiver]:

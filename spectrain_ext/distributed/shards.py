@@ -81,8 +81,9 @@ class TensorParallel(Pass):
     """Makes shards of DTensors that leave a stage's module, and DTensors of those that enter it."""
 
     _over_shards: Callable[[Tensor], None]
+    _ranks: Sequence[int]  # of the pipeline, that share the stage
     _trained: list[DTensor]
-    _compared = False  # whether gradients of ordinary tensors are known to be the same
+    _unproven: dict[str, Tensor]  # ordinary parameters whose gradients have all been zero so far
     _sharded: set[Tensor]  # shards of parameters that are not replicated
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -90,8 +91,13 @@ class TensorParallel(Pass):
 
     def on(self, stage: Stage, processes: Ranks) -> Self:
         made = super().on(stage, processes)
-        made._over_shards = processes.over_shards
+        made._over_shards, made._ranks = processes.over_shards, processes.row_of(stage.index)
         every = [p for p in stage.module.parameters() if isinstance(p, DTensor)]
+        made._unproven = {
+            name: p
+            for name, p in stage.module.named_parameters()
+            if p.requires_grad and not isinstance(p, DTensor)
+        }
         made._trained = [p for p in every if p.requires_grad]
         made._sharded = {local_part(p) for p in every if is_sharded(p)}
         weights = stage.weights
@@ -106,6 +112,8 @@ class TensorParallel(Pass):
 
     def begin(self, run: StageRun) -> Mapping[Kind, Handler]:
         self._run = run
+        now = self.stage.module.named_parameters()  # a tie may have replaced some
+        self._unproven = {name: p for name, p in now if name in self._unproven}
         for p in self._trained:
             p.grad = None
         return dict.fromkeys((Kind.BACKWARD, Kind.BACKWARD_WEIGHTS), self._collect)
@@ -135,21 +143,37 @@ class TensorParallel(Pass):
                     shard.grad = gradient.to(shard.dtype)
 
     def _compare(self) -> None:
-        """In the first minibatch: refuse ordinary tensors with gradients that differ by rank."""
-        named = () if self._compared else self.stage.module.named_parameters()
-        plain = {n: p.grad for n, p in named if not (p.grad is None or isinstance(p, DTensor))}
-        self._compared = True
-        if plain:
-            norms = torch.stack([g.double().norm() for g in plain.values()])
-            means = norms / self._mesh.size()
-            self._over_shards(means)
-            for name, norm, mean in zip(plain, norms.tolist(), means.tolist(), strict=True):
-                if abs(norm - mean) > 1e-3 * mean:  # far above rounding
-                    raise ValueError(
-                        f"parameter {name!r} is an ordinary tensor, and its gradient differs "
-                        "between the ranks that share the stage; where activations are shards, put "
-                        "its layer into the plan, as SequenceParallel() for a norm"
-                    )
+        """Refuse ordinary parameters whose gradients differ by rank, once each is not zero.
+
+        All ranks see the same table, so they drop the same parameters from it, and raise together.
+        """
+        if not self._unproven:
+            return
+        table = torch.zeros(len(self._ranks), len(self._unproven), 2, dtype=torch.float64)
+        for n, p in enumerate(self._unproven.values()):
+            if p.grad is not None:
+                table[self._mesh.get_local_rank(), n] = _signature(p.grad)
+        self._over_shards(table)
+        for name, of_ranks in zip([*self._unproven], table.unbind(1), strict=True):
+            norms, sums = of_ranks.unbind(1)
+            largest = norms.amax()
+            if not (of_ranks.isfinite().all() and largest > 0):
+                continue
+            low, high = int(norms.argmin()), int(norms.argmax())
+            # far above rounding, which a sum of many terms shows more than a norm
+            if norms[high] - norms[low] <= 1e-3 * largest:
+                low, high = int(sums.argmin()), int(sums.argmax())
+                if sums[high] - sums[low] <= 1e-2 * largest:
+                    del self._unproven[name]
+                    continue
+            two = ", ".join(
+                f"{norms[at]:.6g} on rank {self._ranks[at]}" for at in sorted((low, high))
+            )
+            raise ValueError(
+                f"parameter {name!r} is an ordinary tensor, and its gradient differs between the "
+                f"ranks that share the stage (norms: {two}); where activations are shards, put its "
+                "layer into the plan, as SequenceParallel() for a norm"
+            )
 
     def gradient_norm(self, params: Sequence[Tensor], device: torch.device) -> Tensor:
         """Return the 2-norm of whole gradients: replicated ones count once."""
@@ -185,6 +209,13 @@ class TensorParallel(Pass):
             if shard is not None:
                 return lambda: DTensor(shard(), spec, requires_grad=False)
         return partial(unchanged, tensor.detach(), tensor._version)
+
+
+def _signature(gradient: Tensor) -> Tensor:
+    """Return a gradient's norm, and a weighted sum that tells its sign and direction."""
+    flat = gradient.detach().to_dense().double().flatten()
+    weights = torch.arange(flat.numel(), dtype=torch.float64, device=flat.device).cos()
+    return torch.stack([flat.norm(), flat @ weights])
 
 
 def _whole_lengths(

@@ -173,7 +173,7 @@ class Pipeline(Loops):
                 Stage(
                     *(k, module, device, weights, processes),
                     replica=processes.replica,
-                    passes=self._passes,
+                    passes=[*processes.passes, *self._passes],
                     recomputes=recompute,
                 )
                 for (k, module), device, weights in zip(here.items(), where, made, strict=True)

@@ -13,7 +13,7 @@ from spectrain_ext.schedule import Generator, Instruction, Kind, Place, Replicas
 
 from .edges import Traffic
 from .losses import Result
-from .passes import Handler
+from .passes import Handler, Pass
 from .phases import check_hidden, hidden_use
 from .stage import Stage
 from .ties import Copy, TiedStages, ties_of
@@ -39,6 +39,7 @@ class Processes:
     takes_batches = True  # whether the caller's batches come in at this process
     own_minibatches = False  # whether each replica trains on its own minibatches
     sharded = False  # whether several processes share a stage by tensor parallelism
+    passes: Sequence[Pass] = ()  # of every stage, before the caller's
     receives_block = False  # a stage then loads weights before it receives
 
     def __init__(self, replicas: Replicas, indices: Sequence[int]) -> None:

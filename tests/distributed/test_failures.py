@@ -226,28 +226,36 @@ def test_a_rank_that_fails_while_links_are_opened(culprit, group, fault):
             assert "ArithmeticError: planned" in end.error
 
 
-def miss(rank, ranks, culprit, late):
-    """Leave one rank without its pipeline until the others have given up."""
+def miss(rank, ranks, culprit, fault):
+    """Leave one rank without its pipeline, or until the others have given up if it is late."""
     store = _get_default_store()
-    if rank == culprit and not late:
-        commit("hang")
-    if rank == culprit:
+    if rank == culprit and fault == "late":
         store.wait(["gave up"])
+    elif rank == culprit:
+        commit(fault)
     with hurried():
         try:
             Case("vanilla", (ranks, 1)).pipeline(rank, timeout=4.0)
         finally:
-            store.set("gave up", "")
+            if fault != "stop":  # which the store would wait for
+                store.set("gave up", "")
 
 
-@pytest.mark.parametrize(("culprit", "late", "keeper"), [(0, False, False), (1, True, True)])
-def test_a_rank_that_does_not_make_its_pipeline(culprit, late, keeper):
-    ends = Ranks(miss, 3, culprit, late, keeper=keeper).join(but=() if late else (culprit,))
+@pytest.mark.parametrize(
+    ("culprit", "fault", "keeper"), [(0, "hang", False), (0, "stop", False), (1, "late", True)]
+)
+def test_a_rank_that_does_not_make_its_pipeline(culprit, fault, keeper):
+    late = fault == "late"
+    ends = Ranks(miss, 3, culprit, fault, keeper=keeper).join(but=() if late else (culprit,))
     cause = f"rank {culprit}, meeting: it has not come within 5.0 s"
+    waiting = ""
+    if fault == "stop":  # it keeps the store, which then answers nobody
+        waiting = ", waiting on the store for 5.0 s"
+        cause = "rank 0, last known in starting: the store that it keeps does not answer"
     for rank, end in enumerate(ends):
         if rank != culprit or late:
             assert end.code == 1
-            assert f"RankError: rank {rank}, meeting; first cause: {cause}" in end.error
+            assert f"RankError: rank {rank}, meeting{waiting}; first cause: {cause}" in end.error
 
 
 def leave_early(rank, ranks):

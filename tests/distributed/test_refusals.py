@@ -185,6 +185,10 @@ ROWS = {
             REPLICAS.format(0) + "the optimizer's 'lr' of parameter group 0 is 0.2 on rank 0 and",
         ),
         (
+            lambda r: replicas(r, [2, 2], recompute=r > 0),
+            REPLICAS.format(0) + "the argument recompute is False on rank 0 and True on rank 1; g",
+        ),
+        (
             lambda r: make(r, group=[*map(dist.new_group, ([0, 1], [2, 3]))][1 - r // 2]),
             "group: this process is rank 0, and not one of its [2, 3]",
         ),
