@@ -116,6 +116,10 @@ def check_int(where: str, value: object, least: int) -> None:
         raise ValueError(f"{where}: expected at least {least}, got {value}")
 
 
+def describe_error(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
 def make_all(calls: Iterable[Callable[[], object]]) -> None:
     """Make every call, even if one raises; then raise the first exception."""
     first: Exception | None = None

@@ -45,16 +45,13 @@ class Heartbeat(NamedTuple):
     busy: float = 0.0  # seconds since it began that
     waits: Sequence[Any] | None = None  # for which rank (None: all), and on which edge
     shared: int = 0  # number of values it has shared, see ``Board.exchange_json``
-    last: Sequence[Any] = ()  # the last two of them
+    last: Sequence[Any] = ()  # the last three of them
     knows: bool = False  # of a failure
     process: Sequence[Any] = ()  # see ``this_process``
+    left: Sequence[Any] | None = None  # the caller's loop: see ``Board.leave``
 
     def __str__(self) -> str:
         return f"last known in {self.doing}"
-
-
-def describe_error(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def is_broken_connection(error: BaseException) -> bool:

@@ -242,7 +242,10 @@ class Ranks(Processes):
         return begins
 
     def yields(self, result: Result) -> None:
-        self._board.set_action("the caller's loop, which has the result of minibatch", result.index)
+        self._board.hand_out(result.index)
+
+    def leaves(self, results: int, why: str) -> None:
+        self._board.leave(results, why)
 
     def close(self, run: Run) -> None:
         self._board.set_action("ending the run")
