@@ -47,7 +47,7 @@ class RankError(RuntimeError):
     Attributes:
         rank: the rank that reports.
         action: what it was doing.
-        culprit: the rank that failed first.
+        culprit: the rank that failed first; if it is not of this pipeline, the reason says so.
         reason: the first cause, as far as known: that rank's action and exception, or how its
             absence was noticed.
         edge: the edge that the reporting rank was waiting on, None if it was not waiting.

@@ -207,7 +207,10 @@ class CheckpointManager:
                 found = peers.all_gather((self.minibatches, self._due(), last))
                 # rank 0 feeds the run, so only it has counted the minibatches
                 self.minibatches, due, _ = found[0]
-                more = extra() if due and extra is not None else None
+                more = None
+                if due and extra is not None:
+                    with peers.attempt("calling extra for a checkpoint"):
+                        more = extra()
             self._failed = False
             if due:
                 self.save(more)

@@ -55,12 +55,20 @@ SHARES = "a rank that computes the stage with it"
 class Board:
     """One rank's heartbeats and waits, of ``timeout`` seconds each.
 
-    A rank has ``grace`` seconds to raise a known failure before its process is ended.
+    A rank has ``grace`` seconds to raise a known failure before its process is ended. Rank 0 keeps
+    the store, or another process does (``kept_elsewhere``).
     """
 
     def __init__(
-        self, store: Store, rank: int, ranks: int, timeout: float, grace: float = 5.0
+        self,
+        store: Store,
+        rank: int,
+        ranks: int,
+        timeout: float,
+        grace: float = 5.0,
+        kept_elsewhere: bool = False,
     ) -> None:
+        self._kept_elsewhere = kept_elsewhere
         self.rank, self.ranks, self.timeout, self.grace = rank, ranks, timeout, grace
         self.changed = threading.Condition()  # notified when a condition of ``wait`` may hold
         self.interval = min(max(timeout / 20, 0.02), 1.0)  # seconds between two heartbeats
@@ -75,6 +83,7 @@ class Board:
         self._report = ""  # the path of the report of ``cause``
         self._error = ""  # the traceback of this rank's own exception
         self._failure = ""  # an error of this rank inside ``together``
+        self._call = ""  # of the pipeline
         self._waits_for_progress = False  # whether a rank that makes progress may pass the deadline
         self._patience = CONNECT_SECONDS  # seconds that the store may take to answer
         self._others = [r for r in range(ranks) if r != rank]
@@ -121,8 +130,8 @@ class Board:
         self._ends_at = inf  # the number of results after which a rank left without meaning to
 
     @contextmanager
-    def run(self, starts: bool = False) -> Iterator[None]:
-        """Watch the other ranks during a run, or while a pipeline is made (``starts``)."""
+    def run(self, call: str = "run", starts: bool = False) -> Iterator[None]:
+        """Watch the other ranks during a call, or while a pipeline is made (``starts``)."""
         if self.cause is not None:
             raise RuntimeError(
                 f"run: an earlier run of this pipeline has failed (rank {self.cause.rank}, "
@@ -132,6 +141,7 @@ class Board:
         # Opening links cannot be interrupted; with packet loss one rank may need seconds more.
         self._failure, self._waits_for_progress = "", starts
         self._forget()
+        self._call = call
         # The store answers nobody while a rank is still connecting to it.
         self._patience = CONNECT_SECONDS if starts else min(self.timeout, self.grace)
         self._store.set_timeout(timedelta(seconds=self._patience))
@@ -147,6 +157,7 @@ class Board:
             self._share(None)
             if self.rank == 0:  # it may host the store, so it leaves when all others have
                 self._wait_for_all(to_do)
+            self._call = ""
             self.set_action("the caller's program")
         except BaseException as error:
             if is_broken_inside(error):
@@ -191,7 +202,7 @@ class Board:
         """
         failure: Exception | None = None
         try:
-            with self.run():
+            with self.run(what):
                 self.set_action(what)
                 # Uninterruptible waits: the deadline restarts when the awaited rank makes progress.
                 self._waits_for_progress = True
@@ -380,7 +391,8 @@ class Board:
             reason = "its process has ended, with the store that it kept"
         elif isinstance(error, (TypeError, ValueError)):
             reason = f"the store has an entry that no rank of this version writes: {error}"
-        return Cause(0, f"{self.beats[0]}: {reason}")
+        place = "of the process group, not of this pipeline"
+        return Cause(0, f"{place if self._kept_elsewhere else self.beats[0]}: {reason}")
 
     def _overdue(self) -> Cause | None:
         if held_back():  # until the instruction ends, which may never happen
@@ -435,7 +447,7 @@ class Board:
             waits = None, SHARES, now
         return Heartbeat(
             *(b"", now, self.action(), now - self._steps[-1][1], waits and waits[:2]),
-            *(*self._shared, self.cause is not None, this_process(), self._left),
+            *(*self._shared, self.cause is not None, this_process(), self._left, self._call),
         )
 
     def _publish(self) -> None:

@@ -133,7 +133,9 @@ class DistributedPipeline(Pipeline):
         prefix = f"spectrain_ext/{'-'.join(map(str, members))}/{_made[members]}"
         _made[members] += 1
         store = PrefixStore(prefix, _get_default_store())
-        self._board = board = Board(store, self.rank, self.ranks, timeout)
+        self._board = board = Board(
+            *(store, self.rank, self.ranks, timeout), kept_elsewhere=members[0] != 0
+        )
         with board.run(starts=True):
             modules = [stage] if isinstance(stage, nn.Module) else list(stage)
             layout = layout_of(group, len(modules), replicas)

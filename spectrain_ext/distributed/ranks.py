@@ -178,7 +178,7 @@ class Ranks(Processes):
     # A run.
 
     def during(self, wires: Wires) -> AbstractContextManager[None]:
-        return self._board.run()
+        return self._board.run("an evaluation" if wires.evaluates else "run")
 
     def order(
         self, schedule: Generator, places: list[Place]
@@ -193,7 +193,8 @@ class Ranks(Processes):
 
     def begin(self, run: Run) -> None:
         for receiver in _receivers(run.wires):
-            receiver.begin()
+            with receiver.connection_guard:  # the other rank may have ended since the last call
+                receiver.begin()
         if self._total is not None and run.trains:
             self._total.begin()
         if not run.trains:
