@@ -19,7 +19,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.failing_runs import TIMEOUT, commit, expect_one_end, fail, trial
+from helpers.failing_runs import TIMEOUT, commit, expect_one_end, fail, timeout_of, trial
 from helpers.rank_cases import Case
 from helpers.ranks import Ranks, free_port, printed_by, run_ranks
 from helpers.replica_programs import sgd
@@ -339,8 +339,8 @@ def section(report, rank):
 def planned(fault, culprit, **more):
     """Return a trial that fails in the eighth forward."""
     what = {"fault": fault, "culprit": culprit, "stage": culprit, "where": "forward", "when": 7}
-    what |= {"kind": "stages", "chunks": 1, "method": "pipedream", "timeout": TIMEOUT}
-    return {**what, "settings": {"microbatches": 1}, **more}
+    what |= {"kind": "stages", "chunks": 1, "method": "pipedream"}
+    return {**what, "timeout": timeout_of(fault), "settings": {"microbatches": 1}, **more}
 
 
 @pytest.mark.parametrize(

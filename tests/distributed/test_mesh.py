@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import mesh_programs
-from helpers.failing_runs import commit
+from helpers.failing_runs import commit, timeout_of
 from helpers.mesh_programs import (
     CLOSE,
     Mlp,
@@ -337,7 +337,7 @@ def test_checkpoints_fit_into_other_meshes_and_the_model(tmp_path):
 
 
 def fail(rank, ranks, fault, where):
-    pipe = on_mesh(mesh_of(pp=2, tp=2), "auto", sequence=True, timeout=3.0)
+    pipe = on_mesh(mesh_of(pp=2, tp=2), "auto", sequence=True, timeout=timeout_of(fault))
     turns = count()
 
     def hook(*_):
