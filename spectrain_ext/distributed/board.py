@@ -447,7 +447,9 @@ class Board:
             waits = None, SHARES, now
         return Heartbeat(
             *(b"", now, self.action(), now - self._steps[-1][1], waits and waits[:2]),
-            *(*self._shared, self.cause is not None, this_process(), self._left, self._call),
+            *(*self._shared, self.cause is not None, this_process()),
+            left=self._left,
+            call=self._call,
         )
 
     def _publish(self) -> None:
