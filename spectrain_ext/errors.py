@@ -47,7 +47,7 @@ class RankError(RuntimeError):
     Attributes:
         rank: the rank that reports.
         action: what it was doing.
-        culprit: the rank that failed first.
+        culprit: the rank that failed first; if it is not of this pipeline, the reason says so.
         reason: the first cause, as far as known: that rank's action and exception, or how its
             absence was noticed.
         edge: the edge that the reporting rank was waiting on, None if it was not waiting.
@@ -114,6 +114,10 @@ def check_int(where: str, value: object, least: int) -> None:
         raise TypeError(f"{where}: expected an int, got {type(value).__name__}")
     if value < least:
         raise ValueError(f"{where}: expected at least {least}, got {value}")
+
+
+def describe_error(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def make_all(calls: Iterable[Callable[[], object]]) -> None:

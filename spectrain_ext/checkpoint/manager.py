@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from spectrain_ext.files import interrupted, recover
+from spectrain_ext.pipeline.executor import keeping
 from spectrain_ext.pipeline.loops import warn_unless_begun
 from spectrain_ext.pipeline.losses import Keep, Result
 from spectrain_ext.pipeline.observer import Observer
@@ -164,7 +165,8 @@ class CheckpointManager:
 
         Yields:
             Results, numbered over all runs and restarts. Leaving the loop finishes the microbatches
-            in flight, and saves if a save is due.
+            in flight, and saves if a save is due. If that fails after ``break``, the next use of
+            the pipeline raises the error.
 
         Raises:
             CheckpointError: a save failed. The checkpoints before it are intact. Otherwise as
@@ -206,7 +208,7 @@ class CheckpointManager:
                 self.minibatches, due, _ = found[0]
                 more = None
                 if due:
-                    with peers.attempt("calling extra"):
+                    with peers.attempt("calling extra for a checkpoint"):
                         more = extra() if extra is not None else None
             self._failed = False
             if due:
@@ -216,7 +218,8 @@ class CheckpointManager:
             self._rewind()
             return None
 
-        yield from segments(counted(), ends, run, follow, self.minibatches)
+        with keeping(self.pipe._executor):
+            yield from segments(counted(), ends, run, follow, self.minibatches)
 
     def _rewind(self) -> None:
         """Set the sampler to training's position: only rank 0's loader advances its own."""

@@ -30,7 +30,7 @@ from weakref import WeakSet
 from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import Store
 
-from spectrain_ext.errors import RankError, StageError, report_note
+from spectrain_ext.errors import RankError, StageError, describe_error, report_note
 from spectrain_ext.interrupts import deferred, held_back, waiting
 
 from .failures import (
@@ -40,7 +40,6 @@ from .failures import (
     Cause,
     Heartbeat,
     Sharing,
-    describe_error,
     find_culprit,
     is_broken_connection,
     is_broken_inside,
@@ -56,12 +55,20 @@ FAILED = "failed"  # the store's key of the first cause
 class Board:
     """One rank's heartbeats and waits, of ``timeout`` seconds each.
 
-    A rank has ``grace`` seconds to raise a known failure before its process is ended.
+    A rank has ``grace`` seconds to raise a known failure before its process is ended. Rank 0 keeps
+    the store, or another process does (``kept_elsewhere``).
     """
 
     def __init__(
-        self, store: Store, rank: int, ranks: int, timeout: float, grace: float = 5.0
+        self,
+        store: Store,
+        rank: int,
+        ranks: int,
+        timeout: float,
+        grace: float = 5.0,
+        kept_elsewhere: bool = False,
     ) -> None:
+        self._kept_elsewhere = kept_elsewhere
         self.rank, self.ranks, self.timeout, self.grace = rank, ranks, timeout, grace
         self.changed = threading.Condition()  # notified when a condition of ``wait`` may hold
         self.interval = min(max(timeout / 20, 0.02), 1.0)  # seconds between two heartbeats
@@ -76,12 +83,16 @@ class Board:
         self._report = ""  # the path of the report of ``cause``
         self._error = ""  # the traceback of this rank's own exception
         self._failure = ""  # an error of this rank inside ``together``
+        self._call = ""  # of the pipeline
         self._waits_for_progress = False  # whether a rank that makes progress may pass the deadline
         self._patience = CONNECT_SECONDS  # seconds that the store may take to answer
         self._others = [r for r in range(ranks) if r != rank]
         self.sharing = Sharing()  # of this rank's stages, with others
         self._keys = [f"beat/{r}" for r in range(ranks)]
-        self._shared: tuple[int, list[object]] = 0, []  # values for all ranks: count, and last two
+        self._shared: tuple[int, list[object]] = (
+            0,
+            [],
+        )  # values for all: count, last three
         self.beats = [Heartbeat(b"", monotonic())] * ranks
         self._forget()
         _BOARDS.add(self)
@@ -131,10 +142,13 @@ class Board:
         self.waits: tuple[int | None, str, float] | None = None  # peer (None: all), what, since
         self._must_end_by = inf  # after this time the guard ends the process
         self._wake, self._over = threading.Event(), threading.Event()
+        # How this rank's caller has left its loop: see ``leave``; and in which run.
+        self._left: tuple[int, str, int] | None = None
+        self._ends_at = inf  # the number of results after which a rank left without meaning to
 
     @contextmanager
-    def run(self, starts: bool = False) -> Iterator[None]:
-        """Watch the other ranks during a run, or while a pipeline is made (``starts``)."""
+    def run(self, call: str = "run", starts: bool = False) -> Iterator[None]:
+        """Watch the other ranks during a call, or while a pipeline is made (``starts``)."""
         if self.cause is not None:
             raise RuntimeError(
                 f"run: an earlier run of this pipeline has failed (rank {self.cause.rank}, "
@@ -144,6 +158,7 @@ class Board:
         # Opening links cannot be interrupted; with packet loss one rank may need seconds more.
         self._failure, self._waits_for_progress = "", starts
         self._forget()
+        self._call = call
         # The store answers nobody while a rank is still connecting to it.
         self._patience = CONNECT_SECONDS if starts else min(self.timeout, self.grace)
         self._store.set_timeout(timedelta(seconds=self._patience))
@@ -153,11 +168,13 @@ class Board:
             yield
             self.set_action(self._failure or ("starting" if starts else "ending the run"))
             to_do = "to start" if starts else "to end the run"
-            self._share(None)
+            self._share(self._left)
             self._wait_for_all(to_do)
+            self._check_left(self._shared_values())
             self._share(None)
             if self.rank == 0:  # it may host the store, so it leaves when all others have
                 self._wait_for_all(to_do)
+            self._call = ""
             self.set_action("the caller's program")
         except BaseException as error:
             if is_broken_inside(error):
@@ -202,7 +219,7 @@ class Board:
         """
         failure: Exception | None = None
         try:
-            with self.run():
+            with self.run(what):
                 self.set_action(what)
                 # Uninterruptible waits: the deadline restarts when the awaited rank makes progress.
                 self._waits_for_progress = True
@@ -245,12 +262,44 @@ class Board:
         self._share(mine)
         self._wait_for_all()
         self.check()  # for one that comes after the others have shared theirs and given up
-        shared = self._shared[0]
-        return [beat.last[shared - beat.shared - 1] for beat in self.beats]
+        return self._shared_values()
 
     def _share(self, value: object) -> None:
         shared, last = self._shared
-        self._shared = shared + 1, [*last, value][-2:]
+        # A rank may share the two last values of a run and one of the next before others look.
+        self._shared = shared + 1, [*last, value][-3:]
+
+    def _shared_values(self) -> list[Any]:
+        """Return what every rank shared when this one shared its latest value."""
+        shared = self._shared[0]
+        return [beat.last[shared - beat.shared - 1] for beat in self.beats]
+
+    # A caller's loop.
+
+    def leave(self, results: int, why: str) -> None:
+        """Tell the others that the caller has left its loop after so many results.
+
+        ``why`` is empty if the caller has meant to. Else all ranks fail, unless all leave after as
+        many results.
+        """
+        self._left = results, why and f"{self.action()}: {why}", self._shared[0]
+        self._wake.set()
+
+    def hand_out(self, index: int) -> None:
+        """Note that the caller gets this result; fail if a rank has left without it, see above."""
+        if index >= self._ends_at:
+            self._check_left(self._left_now(self.beats))
+        self.set_action("the caller's loop, which has the result of minibatch", index)
+
+    def _left_now(self, beats: Sequence[Heartbeat]) -> list[Any]:
+        """Return how ranks have left this run; a heartbeat may be of the one before."""
+        shared = self._shared[0]
+        return [beat.left if beat.left and beat.left[2] == shared else None for beat in beats]
+
+    def _check_left(self, left: Sequence[Any]) -> None:
+        for rank, each in enumerate(left):
+            if each and each[1] and not all(other and other[0] == each[0] for other in left):
+                self._raise(Cause(rank, each[1]), None, 0.0)
 
     def _wait_for_all(self, to_do: str = "") -> None:
         """Wait until all have shared as many values as this rank, last this one, by the store."""
@@ -359,7 +408,8 @@ class Board:
             reason = "its process has ended, with the store that it kept"
         elif isinstance(error, (TypeError, ValueError)):
             reason = f"the store has an entry that no rank of this version writes: {error}"
-        return Cause(0, f"{self.beats[0]}: {reason}")
+        place = "of the process group, not of this pipeline"
+        return Cause(0, f"{place if self._kept_elsewhere else self.beats[0]}: {reason}")
 
     def _overdue(self) -> Cause | None:
         if held_back():  # until the instruction ends, which may never happen
@@ -413,6 +463,8 @@ class Board:
         return Heartbeat(
             *(b"", now, self.action(), now - self._steps[-1][1], waits and waits[:2]),
             *(*self._shared, self.cause is not None, this_process()),
+            left=self._left,
+            call=self._call,
         )
 
     def _waiting(self) -> tuple[int | Sequence[int] | None, str, float] | None:
@@ -430,6 +482,8 @@ class Board:
             beat if text == beat.text else Heartbeat(text, now, *json.loads(text))
             for text, beat in zip(texts, before, strict=True)
         ]
+        early = (left[0] for left in self._left_now(beats) if left and left[1])
+        self._ends_at = min(early, default=inf)
         with self.changed:  # a rank that comes late learns of both at once
             self.beats = beats
             if failed and self.cause is None:

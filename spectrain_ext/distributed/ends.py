@@ -116,7 +116,7 @@ class _End:
             _Framed(f"{link.name}, slot {q}", self.stream, user or self._thread, in_frame)
             for q in range(depth)
         )
-        self._connection_guard = ConnectionGuard(board, (self._other,), link.name)
+        self.connection_guard = ConnectionGuard(board, (self._other,), link.name)
         self._capacity = 0  # bytes of a posted frame for the body
 
 
@@ -260,7 +260,7 @@ class RemoteReceiver(_End):
         if not slot.nbytes:
             return
         into, group = slot.memory.bytes[: slot.nbytes], self.link.device
-        with self._connection_guard:
+        with self.connection_guard:
             work = dist.irecv(into, self.link.peer, group=group, tag=TAG_BODY)
             assert work is not None
             work.wait()  # only the stream waits
@@ -269,7 +269,7 @@ class RemoteReceiver(_End):
         assert isinstance(slot, _Framed)
         self._receiver.record(slot.free)
         slot.message = NO_MESSAGE
-        with self._connection_guard:  # with a broken connection, gloo refuses buffers
+        with self.connection_guard:  # with a broken connection, gloo refuses buffers
             self._recycle(slot)
 
 
@@ -320,7 +320,7 @@ class RemoteSender(_End):
             # It must not wait for the whole device, which includes this send: the receiver may be
             # far behind.
             body = slot.memory.bytes[:nbytes]
-            with copy.using(), self._connection_guard:
+            with copy.using(), self.connection_guard:
                 slot.body = dist.isend(body, link.peer, group=link.device, tag=TAG_BODY)
         inside = link.by_host and nbytes <= self._capacity
         slot.frame.write(self._sent, header, kind, len(text), nbytes, inside)
@@ -351,7 +351,7 @@ class RemoteSender(_End):
     def _wait(self, slot: _Framed) -> None:
         if not slot.works:
             return
-        with self._board.blocked(self._other, self.link.name), self._connection_guard:
+        with self._board.blocked(self._other, self.link.name), self.connection_guard:
             for work in slot.works:
                 work.wait(_ENDLESS)
             if slot.body is not None:
@@ -368,7 +368,7 @@ class RemoteSender(_End):
             self._thread.reads(slot.buffer)
             self._thread.record(slot.free)
         host, tags = self.link.host, self.link.tags
-        with self._connection_guard:
+        with self.connection_guard:
             slot.works = [host.send([tensor], self._peer, tags + tag) for tensor, tag in pieces]
 
     def flush(self) -> None:

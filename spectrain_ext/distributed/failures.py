@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -54,16 +55,14 @@ class Heartbeat(NamedTuple):
     busy: float = 0.0  # seconds since it began that
     waits: Sequence[Any] | None = None  # for which rank (or several; None: all), and on which edge
     shared: int = 0  # number of values it has shared, see ``Board.exchange_json``
-    last: Sequence[Any] = ()  # the last two of them
+    last: Sequence[Any] = ()  # the last three of them
     knows: bool = False  # of a failure
     process: Sequence[Any] = ()  # see ``this_process``
+    left: Sequence[Any] | None = None  # the caller's loop: see ``Board.leave``
+    call: str = ""  # of the pipeline, that the ranks make together
 
     def __str__(self) -> str:
         return f"last known in {self.doing}"
-
-
-def describe_error(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def is_broken_connection(error: BaseException) -> bool:
@@ -141,11 +140,15 @@ def find_culprit(
 ) -> tuple[Cause, float]:
     """Follow the chain of waits to a rank that is silent or does not wait.
 
+    If ranks make different calls, it is the one whose call most others do not make.
+
     Returns that rank as a cause, and the seconds it has spent in its present action (infinity if it
     is silent). If ranks wait in a circle, the seconds are those of the wait that began last, since
     a rank that ends a run may not know yet that all others have.
     """
     now = monotonic()
+    if (cause := _other_call(beats, me)) is not None:
+        return cause, inf
     passed: list[int] = []
     while True:
         among = [r for r in range(len(beats)) if r != me] if peer is None else peer
@@ -166,6 +169,17 @@ def find_culprit(
             return Cause(following, f"{beat.doing}: busy with it for {busy:.1f} s"), busy
         passed.append(following)
         peer = beat.waits[0]
+
+
+def _other_call(beats: Sequence[Heartbeat], me: int) -> Cause | None:
+    """Find a rank that has left out a call, or made another one."""
+    calls = {r: b.call for r, b in enumerate(beats) if b.call and b.shared == beats[me].shared}
+    most = Counter(calls.values()).most_common(1)  # of as many, that of the first rank
+    for rank, call in calls.items():
+        if call != most[0][0]:
+            made = f"{beats[rank].doing}, in {call!r}, while other ranks are in {most[0][0]!r}"
+            return Cause(rank, f"{made}: every rank makes the same calls in the same order")
+    return None
 
 
 def _awaited(beats: Sequence[Heartbeat], among: Sequence[int], patience: float) -> int:

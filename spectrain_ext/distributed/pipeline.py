@@ -133,7 +133,9 @@ class DistributedPipeline(Pipeline):
         prefix = f"spectrain_ext/{'-'.join(map(str, members))}/{_made[members]}"
         _made[members] += 1
         store = PrefixStore(prefix, _get_default_store())
-        self._board = board = Board(store, self.rank, self.ranks, timeout)
+        self._board = board = Board(
+            *(store, self.rank, self.ranks, timeout), kept_elsewhere=members[0] != 0
+        )
         with board.run(starts=True):
             modules = [stage] if isinstance(stage, nn.Module) else list(stage)
             layout = layout_of(group, len(modules), replicas)
@@ -193,8 +195,10 @@ class DistributedPipeline(Pipeline):
         Yields:
             A ``Result`` per minibatch, as soon as the stages of this rank have issued their update
             from it. Except on the last stage, reading the loss raises RuntimeError without the
-            pass ``ShareLoss``. Leaving the loop on rank 0 ends the run of all ranks; on any other
-            rank, ``close()`` trains on the rest of the run.
+            pass ``ShareLoss``. Leaving the loop by ``break``, ``return`` or ``close()`` on rank 0
+            ends the run of all ranks; on any other rank, it trains on the rest of the run. Leaving
+            it by an exception is a failure. So is dropping the iterator in another way, unless all
+            ranks do so after the same result.
 
         Raises:
             RankError: another rank failed or kept this one waiting too long. Every rank then ends

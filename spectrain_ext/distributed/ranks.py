@@ -190,7 +190,7 @@ class Ranks(Processes):
     # A run.
 
     def during(self, wires: Wires) -> AbstractContextManager[None]:
-        return self._board.run()
+        return self._board.run("an evaluation" if wires.evaluates else "run")
 
     def order(
         self, schedule: Generator, places: list[Place]
@@ -205,7 +205,8 @@ class Ranks(Processes):
 
     def begin(self, run: Run) -> None:
         for receiver in _receivers(run.wires):
-            receiver.begin()
+            with receiver.connection_guard:  # the other rank may have ended since the last call
+                receiver.begin()
         if self._total is not None and run.trains:
             self._total.begin()
         if not run.trains:
@@ -254,7 +255,10 @@ class Ranks(Processes):
         return begins
 
     def yields(self, result: Result) -> None:
-        self._board.set_action("the caller's loop, which has the result of minibatch", result.index)
+        self._board.hand_out(result.index)
+
+    def leaves(self, results: int, why: str) -> None:
+        self._board.leave(results, why)
 
     def close(self, run: Run) -> None:
         self._board.set_action("ending the run")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dis import get_instructions
 from inspect import GEN_RUNNING, GEN_SUSPENDED, getgeneratorstate
+from types import FrameType
 from weakref import WeakSet, ref
 
-from spectrain_ext.errors import make_all, noted_on
+from spectrain_ext.errors import describe_error, make_all, noted_on
 from spectrain_ext.interrupts import callers, deferred
 from spectrain_ext.transport import Stream, callers_stream, captured
 
@@ -20,6 +23,13 @@ from .wires import Wires
 
 _made: WeakSet[Executor] = WeakSet()  # of all pipelines
 
+_PACKAGE = f"{__name__.partition('.')[0]}."
+#: Python's instructions that take the iterator of a loop off the stack: at ``break`` or ``return``.
+#: While an exception leaves a loop, its frame is still at the instruction that raised.
+_LEAVING = frozenset(("POP_TOP", "POP_ITER", "END_FOR"))
+#: Instructions between the name of a method without arguments and its call.
+_CALLING = frozenset(("PRECALL", "CALL"))
+
 
 class Executor:
     """The stages of this process and the wires between them: for trainings, or for evaluations."""
@@ -29,6 +39,9 @@ class Executor:
         self._results: ref[Generator[Result, None, None]] | None = None  # of the last run
         self._now: Run | None = None  # until it has ended
         self._begun = 0  # by the last run
+        self.held: Callable[[], object] = lambda: None  # what ``Pipeline.run`` returned last
+        self.keeping: keeping | None = None  # of the iterator that the caller has
+        self._ignored: BaseException | None = None  # the last run's error: see ``keeping``
         self.look: Callable[[], None] | None = None  # ends the caller's look at the true weights
         _made.add(self)
 
@@ -42,6 +55,7 @@ class Executor:
         return results
 
     def _results_of(self, batches: Iterator[object], work: Work) -> Generator[Result, None, None]:
+        handled = sys.exception()  # by the caller
         with deferred(), self.processes.during(self.wires):
             self._check()
             if self._captured():
@@ -58,7 +72,8 @@ class Executor:
                         with callers():
                             yield result
                         self._take_back()
-                except GeneratorExit:
+                except GeneratorExit as end:
+                    self.processes.leaves(result.index + 1, self._note_way_out(end, handled))
                     run.leave()
                     self._take_back()
                     for _ in run.loop():
@@ -69,6 +84,29 @@ class Executor:
                 with noted_on(error):
                     self._fail(run)
                 raise
+
+    def _note_way_out(self, end: GeneratorExit, handled: BaseException | None) -> str:
+        """Find how the caller has left the loop; return why, unless it has meant to."""
+        frame = _callers_frame()
+        instruction, before = ("", None) if frame is None else _at(frame)
+        # A generator that is dropped loses its weak references first.
+        closes = frame is None or (before == "close" and self.held() is not None)
+        if self.keeping is not None:
+            self.keeping.dropped = not closes
+        error: BaseException | None = end
+        while isinstance(error, GeneratorExit):  # those of generators around this one, too
+            error = error.__context__
+        if error is not None and error is not handled:
+            return describe_error(error)
+        if closes or instruction in _LEAVING:
+            return ""
+        return "an exception has ended the loop, or its iterator was dropped"
+
+    def raise_ignored(self) -> None:
+        """Raise, once, the error that came after the caller had left its loop."""
+        error, self._ignored = self._ignored, None
+        if error is not None:
+            raise error
 
     @property
     def begun(self) -> int:
@@ -177,6 +215,49 @@ class Executor:
         self.let_caller_follow()
         yield
         self.follow_caller()
+
+
+class keeping:
+    """Around all that the caller's iterator does: keeps an error that the program does not get.
+
+    After ``break``, or while an exception leaves the loop, Python prints what a generator raises
+    and goes on ("Exception ignored").
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor, self._is_outermost = executor, executor.keeping is None
+        self.dropped = False  # the iterator, instead of closed by a call
+
+    def __enter__(self) -> None:
+        if self._is_outermost:
+            self._executor.keeping = self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if self._is_outermost:
+            self._executor.keeping = None
+            if self.dropped and error is not None and not isinstance(error, GeneratorExit):
+                error.add_note("after the loop was left; the next use of the pipeline raises it")
+                self._executor._ignored = error
+
+
+def _callers_frame() -> FrameType | None:
+    """Return the innermost frame outside of this package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(_PACKAGE):
+        frame = frame.f_back
+    return frame
+
+
+def _at(frame: FrameType) -> tuple[str, object]:
+    """Return the name of the instruction that a frame runs; and, if it calls, what is called."""
+    name, called = "", None
+    for each in get_instructions(frame.f_code):
+        if each.offset > frame.f_lasti:
+            break
+        name = each.opname
+        if name not in _CALLING:
+            called = each.argval
+    return name, called if name in _CALLING else None
 
 
 @atexit.register

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import takewhile
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +50,7 @@ from .arguments import (
 from .batch import SplitDim, sides_of
 from .compute import Mode
 from .edges import SourceSettings
-from .executor import Executor
+from .executor import Executor, keeping
 from .loops import Loops, checked_batches, warn_unless_begun
 from .losses import Keep, LossFn, Result
 from .names import use_model_names
@@ -272,7 +273,9 @@ class Pipeline(Loops):
             A ``Result`` per minibatch, in order, once all stages of this process have issued their
             update from it, and before any issues a later one. Minibatches count from 0 in every
             run. When ``batches`` ends, or you leave the loop (or call ``close()``), the minibatches
-            in flight are finished: as many in one process as in several.
+            in flight are finished: as many in one process as in several. Python prints an error
+            that comes then, and goes on; so the next use of the pipeline, such as ``run``,
+            ``evaluate`` or ``state_dict``, raises it again.
 
         Raises:
             StageError: an exception inside a stage, the loss or an optimizer; its cause is the
@@ -298,6 +301,7 @@ class Pipeline(Loops):
             observers = observers_of(trace)
         begun: list[bool] = []
         run = self._run(iter(checked_batches(batches)), observers, keep, begun)
+        self._executor.held = ref(run)
         return warn_unless_begun(run, begun)
 
     def _run(
@@ -314,7 +318,7 @@ class Pipeline(Loops):
         self._enter()
         _logger.info("run begins: %s, %s", self.method.name, self._describe_stages())
         try:
-            with ExitStack() as watched:
+            with keeping(self._executor), ExitStack() as watched:
                 if observers:
                     from .observer import observing
 
@@ -504,6 +508,7 @@ class Pipeline(Loops):
             ...         average.update_parameters(model)
         """
         self._mend(changed=True)
+        self._executor.raise_ignored()
         if self._executor.look is not None or not self._executor.running:
             return nullcontext()
         from .true_weights import TrueWeights
@@ -541,6 +546,7 @@ class Pipeline(Loops):
 
     def _refuse_in_run(self, what: str, changed: bool = False) -> None:
         self._mend(changed)
+        self._executor.raise_ignored()
         if self._evaluator is not None and self._evaluator.running:
             raise RuntimeError(f"{what}: an evaluation of this pipeline has not ended")
         if self._executor.running:

@@ -102,6 +102,9 @@ class Processes:
     def yields(self, result: Result) -> None:
         """Called before the caller gets a result."""
 
+    def leaves(self, results: int, why: str) -> None:
+        """Called when the caller has left its loop; ``why`` is empty if it has meant to."""
+
     def close(self, run: Any) -> None:
         """Called when the stages have finished their instructions."""
 

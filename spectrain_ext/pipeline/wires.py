@@ -33,7 +33,7 @@ class Wires:
         evaluates: bool = False,
     ) -> None:
         self._by_index = {stage.index: stage for stage in stages}
-        self._places, self._postponed, self._evaluates = places, postponed, evaluates
+        self._places, self._postponed, self.evaluates = places, postponed, evaluates
         self._replicas, self._replica = processes.replicas, processes.replica
         self._counted = counted
         self.tied = ties, copies, counted
@@ -91,7 +91,7 @@ class Wires:
             if traffic is Traffic.TARGETS:
                 name = "edge batch -> loss"
             depth = self._depth(traffic, to.index, to.index)
-            if self._evaluates and traffic is not Traffic.GRADIENTS:
+            if self.evaluates and traffic is not Traffic.GRADIENTS:
                 # Forwards only: the microbatches being computed, and the next one.
                 depth = self._places[to.index].microbatches + 1
             end = self._local[traffic, a, b] = Edge(name, source, to.device, to.compute, depth)
@@ -119,7 +119,7 @@ class Wires:
             return places[receiver].window + 1
         minibatches = -(-places[0].window // places[0].microbatches) + 1
         parts = places[receiver].microbatches
-        if traffic is Traffic.TARGETS and not self._evaluates:
+        if traffic is Traffic.TARGETS and not self.evaluates:
             return minibatches - (-postponed // parts)
         return minibatches * parts + postponed
 

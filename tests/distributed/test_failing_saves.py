@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from helpers.checkpoint_cases import batches, everything, pipeline, same
 from helpers.checkpoint_programs import manager_of
-from helpers.failing_runs import TIMEOUT, commit
+from helpers.failing_runs import TIMEOUT, commit, timeout_of
 from helpers.ranks import Ranks, printed_by, run_ranks
 
 from spectrain_ext.checkpoint import CheckpointError, CheckpointManager
@@ -37,13 +37,14 @@ def checkpoint_trial(seed):
     """Draw a rank, a fault, a save and a point in it."""
     draw = random.Random(1000 + seed)
     ranks = draw.choice([2, 3, 4])
+    fault = ["kill", "full", "cut", "exception", "stop", "hang", "exit", "kill"][seed % 8]
     what = {
-        "fault": ["kill", "full", "cut", "exception", "stop", "hang", "exit", "kill"][seed % 8],
+        "fault": fault,
         "culprit": draw.randrange(ranks),
         "save": draw.randrange(2, MINIBATCHES // EVERY + 1),
         "calls": draw.randrange(1, 25),
         "share": draw.random(),
-        "timeout": TIMEOUT,
+        "timeout": timeout_of(fault),
         "keeper": draw.random() < 0.5,
     }
     return ranks, what

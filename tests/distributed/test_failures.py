@@ -17,11 +17,14 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
-from helpers.failing_runs import TIMEOUT, commit, expect_one_end, fail, trial
+from helpers.failing_runs import TIMEOUT, commit, expect_one_end, fail, timeout_of, trial
 from helpers.rank_cases import Case
 from helpers.ranks import Ranks, free_port, printed_by, run_ranks
+from helpers.replica_programs import sgd
 from helpers.ways import hurried, travelling
+from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 import spectrain_ext as st
@@ -277,6 +280,60 @@ def test_rank_0_keeps_the_store_and_ends_early():
         assert "first cause: rank 0, last known in starting: its process has ended" in end.error
 
 
+def outlive(rank, ranks):
+    """Train without end beside a pipeline of rank 0, which keeps the store and ends."""
+    groups = [dist.new_group([each]) for each in range(ranks)]
+    stage, loss_fn = nn.Linear(4, 4), nn.functional.mse_loss
+    pipe = st.DistributedPipeline(stage, sgd, loss_fn, group=groups[rank], timeout=TIMEOUT)
+    for _ in pipe.run(cycle([(torch.ones(8, 4), torch.ones(8, 4))])):
+        if rank == 0:
+            break
+
+
+def test_who_keeps_the_store_of_another_pipeline_is_named():
+    first, other = Ranks(outlive, 2, keeper=False).join()
+    assert (first.code, other.code) == (0, 1), other.error
+    place = "first cause: rank 0, of the process group, not of this pipeline: its process has ended"
+    assert place in other.error
+
+
+# Between runs
+
+
+def fail_between(rank, ranks, fault, folder):
+    """Rank 1 leaves out a call, hangs in another one's part, or is gone before the first run."""
+    case, store = Case("vanilla", (ranks, 1)), _get_default_store()
+    pipe, data = case.pipeline(rank, timeout=TIMEOUT), case.batches([8] * 4)
+    if rank == 1:
+        store.set("pid", str(os.getpid()))
+    if rank == 1 and fault == "gone":
+        os._exit(7)
+    process = Path(f"/proc/{int(store.get('pid'))}/stat")
+    while fault == "gone" and " Z " not in process.read_text():
+        pass
+    if fault == "extra":
+        manager = st.checkpoint.CheckpointManager(folder, pipe, every_minibatches=2)
+        list(manager.run(data, extra=lambda: commit("hang") if rank == 1 else None))
+    if fault == "evaluate" and rank != 1:
+        pipe.evaluate(data)
+    list(pipe.run(data))
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("gone", "its connection was closed without a word"),
+        ("extra", "calling extra for a checkpoint: busy with it for "),
+        ("evaluate", "in 'run', while other ranks are in 'an evaluation': every rank makes"),
+    ],
+)
+def test_between_runs_the_right_rank_is_blamed(tmp_path, fault, told):
+    ends = Ranks(fail_between, 3, fault, str(tmp_path)).join()
+    for end in (ends[0], ends[2]):
+        assert end.code == 1
+        assert re.search(f"RankError: .*first cause: rank 1, .*{told}", end.error), end.error
+
+
 # The failure report
 
 
@@ -290,8 +347,8 @@ def section(report, rank):
 def planned(fault, culprit, **more):
     """Return a trial that fails in the eighth forward."""
     what = {"fault": fault, "culprit": culprit, "stage": culprit, "where": "forward", "when": 7}
-    what |= {"kind": "stages", "chunks": 1, "method": "pipedream", "timeout": TIMEOUT}
-    return {**what, "settings": {"microbatches": 1}, **more}
+    what |= {"kind": "stages", "chunks": 1, "method": "pipedream"}
+    return {**what, "timeout": timeout_of(fault), "settings": {"microbatches": 1}, **more}
 
 
 @pytest.mark.parametrize(
@@ -400,12 +457,13 @@ pipe = st.DistributedPipeline(
     Stage(4, 4), lambda p: st.optim.SGD(p, lr=0.1), nn.functional.mse_loss, "vanilla", timeout=60
 )
 try:
-    run = pipe.run(data)
-    for result in run:
+    runs = [pipe.run(data)]
+    run = None if "bare" in fault else runs[0]
+    for result in runs.pop():
         if rank == culprit and result.index == 5:
-            if fault == "leave":
+            if "leave" in fault:
                 sys.exit(7)
-            if fault == "loop":
+            if "loop" in fault:
                 raise KeyError("planned")
     for _ in pipe.run(data):
         pass
@@ -424,6 +482,9 @@ ENDINGS = {
     "kill": (0, -signal.SIGKILL, "its process has ended, with the store that it kept"),
     "leave": (1, 7, f"{LOOP}.* the program has ended"),
     "loop": (0, 1, f"{LOOP}KeyError: 'planned'"),
+    # The iterator has no name, so the exception ends it before it ends the program.
+    "bare leave": (1, 7, f"{LOOP}an exception has ended the loop"),
+    "bare loop": (0, 1, f"{LOOP}an exception has ended the loop"),
 }
 
 

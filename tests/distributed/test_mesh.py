@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import mesh_programs
-from helpers.failing_runs import commit
+from helpers.failing_runs import commit, timeout_of
 from helpers.mesh_programs import (
     CLOSE,
     Mlp,
@@ -440,7 +440,7 @@ def test_checkpoints_fit_into_other_meshes_and_the_model(tmp_path):
 
 def fail(rank, ranks, fault, where, culprit):
     pp = ranks // 2
-    pipe = on_mesh(mesh_of(pp=pp, tp=2), "auto", sequence=True, timeout=3.0, count=pp)
+    pipe = on_mesh(mesh_of(pp=pp, tp=2), "auto", sequence=True, count=pp, timeout=timeout_of(fault))
     turns = count()
 
     def hook(*_):

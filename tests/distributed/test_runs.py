@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from datetime import timedelta
-from itertools import count
+from itertools import count, islice
 
 import pytest
 import torch
@@ -45,13 +45,15 @@ def leave(rank, ranks, kind, leaves):
     else:
         pipe = replica_programs.make(rank, kind, microbatches=2)
         data = replica_programs.data(30)
-    made, seen, run = [], 0, pipe.run(Untouched() if rank else data)
+    made, seen, runs = [], 0, [pipe.run(Untouched() if rank else data)]
     pipe.optimizers[-1].register_step_post_hook(lambda *_: made.append(0))
-    for result in run:
+    closed = runs[0] if leaves else None  # else ``break`` ends the iterator
+    for result in runs.pop():
         seen += 1
         if rank == leaves and result.index == 5:
             break
-    run.close()
+    if closed:
+        closed.close()
     first = len(made)
     list(pipe.run(data[:4]))
     assert pipe.minibatches == len(made)
@@ -59,7 +61,13 @@ def leave(rank, ranks, kind, leaves):
 
 
 def leave_all(rank, ranks):
-    return [leave(rank, ranks, kind, who) for kind, leaves in LEFT for who in leaves]
+    """Return what each leaving gives; then drop an iterator after two results in all ranks."""
+    found = [leave(rank, ranks, kind, who) for kind, leaves in LEFT for who in leaves]
+    case = Case("vanilla", (3, 1))
+    pipe = case.pipeline(rank)
+    assert len(list(islice(pipe.run(case.batches([8] * 30)), 2))) == 2
+    assert len(list(pipe.run(case.batches([8] * 4)))) == 4
+    return found
 
 
 def test_rank_0_decides_when_a_run_ends():

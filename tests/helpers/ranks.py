@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import faulthandler
 import inspect
+import itertools
 import multiprocessing
 import os
 import pickle
 import runpy
-import secrets
 import signal
 import socket
 import sys
@@ -34,7 +34,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-_DEADLINE = 120.0
+_DEADLINE = 240.0
+_DRAWN = itertools.count()  # ports
 _TESTS = Path(__file__).resolve().parents[1]
 # The server's module path: up to Python 3.13 it does not get this process's sys.path.
 _PATH = os.pathsep.join(
@@ -69,7 +70,14 @@ class _Program(NamedTuple):
         return function(rank, ranks, *pickle.loads(self.args))
 
 
-def _main(program: _Program, rank: int, ranks: int, port: int, keeper: bool, folder: str) -> None:
+def _main(
+    program: _Program,
+    rank: int,
+    ranks: int,
+    port: int,
+    listening: socket.socket | None,
+    folder: str,
+) -> None:
     out = os.open(f"{folder}/{rank}.err", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(out, 2)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
@@ -80,8 +88,10 @@ def _main(program: _Program, rank: int, ranks: int, port: int, keeper: bool, fol
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     # without a keeper it lives and dies with rank 0, as without torchrun
-    master = rank == 0 and not keeper
-    store = dist.TCPStore("127.0.0.1", port, is_master=master, wait_for_workers=False)
+    options: dict[str, Any] = {} if listening is None else {"master_listen_fd": listening.detach()}
+    store = dist.TCPStore(
+        *("127.0.0.1", port), is_master=bool(options), wait_for_workers=False, **options
+    )
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )
@@ -108,23 +118,32 @@ class Ranks:
         self, program: Callable[..., Any], ranks: int, *args: Any, keeper: bool = True
     ) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        port = free_port()
+        listening = None
         if keeper:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             port = self._store.port
+        else:  # rank 0 gets the socket, so nobody else can take the port
+            listening = socket.create_server(("127.0.0.1", 0))
+            port = listening.getsockname()[1]
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["helpers.preloaded"])
         found = _Program(
             inspect.getfile(program), program.__module__, program.__qualname__, pickle.dumps(args)
         )
-        more = (ranks, port, keeper, self._folder.name)
+        folder = self._folder.name
         self.processes = [
-            context.Process(target=_main, args=(found, rank, *more), daemon=True)
+            context.Process(
+                target=_main,
+                args=(found, rank, ranks, port, None if rank else listening, folder),
+                daemon=True,
+            )
             for rank in range(ranks)
         ]
         with patch.dict(os.environ, PYTHONPATH=_PATH):
             for process in self.processes:
                 process.start()
+        if listening is not None:
+            listening.close()
 
     def pid(self, rank: int) -> int:
         pid = self.processes[rank].pid
@@ -233,9 +252,12 @@ def _said(
 
 
 def free_port() -> int:
-    """Return a port below those of outgoing connections, so that it stays free."""
+    """Return a port below those of outgoing connections, so that it stays free.
+
+    Test processes draw different ones: their numbers differ, and no process draws one twice.
+    """
     while True:
-        port = 20000 + secrets.randbelow(12000)
+        port = 20000 + (97 * os.getpid() + next(_DRAWN)) % 12000
         with socket.socket() as listening, suppress(OSError):
             listening.bind(("127.0.0.1", port))
             return port

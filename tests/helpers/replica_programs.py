@@ -64,7 +64,7 @@ def make(
     """Make a pipeline with so many replicas of each stage."""
     if part is None:
         part = stages(len(counts))[stage_and_replica(counts, rank)[0]]
-    settings = {"timeout": 30.0, "replicas": counts, **settings}
+    settings = {"timeout": 100.0, "replicas": counts, **settings}
     loss = settings.pop("loss_fn", mse)
     return st.DistributedPipeline(part, optimizer, loss, method, **with_passes(settings))
 

@@ -166,7 +166,7 @@ def test_a_forked_child_need_not_wait_for_a_thread_that_it_does_not_have():
     inside.wait()
     child = os.fork()
     if child == 0:
-        os._exit(0 if RNG_LOCK.acquire(timeout=5) else 1)
+        os._exit(0 if RNG_LOCK.acquire(timeout=60) else 1)
     leave.set()
     thread.join()
     assert os.waitpid(child, 0)[1] == 0

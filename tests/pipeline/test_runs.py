@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -157,6 +158,59 @@ def test_a_failure_in_the_drain_or_after_another_of_the_device(k, monkeypatch):
         results.close()
     monkeypatch.undo()
     assert len(losses(pipe, batches(6))) == 6
+
+
+def handed_on(results):
+    yield from results
+
+
+def managed(pipe, folder):
+    return st.checkpoint.CheckpointManager(folder, pipe).run(batches(9))
+
+
+#: What a caller iterates over, and leaves while a minibatch in flight is going to fail.
+ITERATORS = {
+    "break": lambda pipe, _: pipe.run(batches(9)),
+    "error": lambda pipe, _: pipe.run(batches(9)),
+    "wrapped": lambda pipe, _: handed_on(pipe.run(batches(9))),
+    "phases": lambda pipe, _: (each for each in pipe.run(batches(9))),
+    "manager": managed,
+}
+USES = {
+    "run": lambda pipe, _: pipe.run(batches(2)),
+    "state_dict": lambda pipe, _: pipe.state_dict(),
+    "evaluate": lambda pipe, _: pipe.evaluate(batches(2)),
+    "save": lambda pipe, folder: st.checkpoint.save(folder / "saved", pipe),
+}
+
+
+@pytest.mark.parametrize("error", [ArithmeticError("planned"), KeyboardInterrupt("planned")])
+@pytest.mark.parametrize(("way", "use"), [*zip(ITERATORS, [*USES, "run"], strict=True)])
+def test_an_error_after_the_loop_is_raised_by_the_next_use(way, use, error, tmp_path, monkeypatch):
+    method = "pipedream+spectrain@5" if way == "phases" else "spectrain"
+    pipe = st.Pipeline(tanh_stages(3), sgd(), mse, method, microbatches=1)
+    turns = iter(range(3))
+
+    def fails(*_):
+        if next(turns, None) is None:
+            raise error
+
+    hook = list(pipe.children())[2].register_forward_hook(fails)
+    printed = []
+    monkeypatch.setattr("sys.unraisablehook", printed.append)
+    with nullcontext() if way != "error" else pytest.raises(LookupError, match="the caller's"):
+        for result in ITERATORS[way](pipe, tmp_path):
+            if result.index == 1 and way == "error":
+                raise LookupError("the caller's")
+            if result.index == 1:
+                break
+    assert "planned" in str(printed[0].exc_value)
+    expected = st.StageError if isinstance(error, Exception) else KeyboardInterrupt
+    with pytest.raises(expected, match="planned") as caught:
+        USES[use](pipe, tmp_path)
+    assert any("after the loop was left" in note for note in caught.value.__notes__)
+    hook.remove()
+    assert len(losses(pipe, batches(2))) == 2
 
 
 @pytest.mark.parametrize("error", [OSError("no more data"), KeyboardInterrupt()])
