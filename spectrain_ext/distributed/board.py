@@ -89,10 +89,7 @@ class Board:
         self._others = [r for r in range(ranks) if r != rank]
         self.sharing = Sharing()  # of this rank's stages, with others
         self._keys = [f"beat/{r}" for r in range(ranks)]
-        self._shared: tuple[int, list[object]] = (
-            0,
-            [],
-        )  # values for all: count, last three
+        self._shared: tuple[int, list[object]] = 0, []  # values for all: count, last three
         self.beats = [Heartbeat(b"", monotonic())] * ranks
         self._forget()
         _BOARDS.add(self)
