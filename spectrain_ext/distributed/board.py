@@ -94,12 +94,11 @@ class Board:
         self._forget()
         _BOARDS.add(self)
         self.set_action("meeting")
-        began, met = monotonic(), list[Exception | None]()
+        began, met = monotonic(), list[bool | Exception]()
 
         def meet() -> None:
             try:
-                self._meet(store)
-                met.append(None)
+                met.append(self._meet(store))
             except Exception as error:
                 met.append(error)
 
@@ -107,15 +106,22 @@ class Board:
         meeting = threading.Thread(target=meet, name="spectrain meeting", daemon=True)
         meeting.start()
         meeting.join(max(timeout, CONNECT_SECONDS))
-        (error,) = met or [None]
-        if not met or (error is not None and is_broken_connection(error)):
+        outlived: bool | Exception | None = met[0] if met else None  # None: no answer
+        error = outlived if isinstance(outlived, Exception) else None
+        if outlived is None or (error is not None and is_broken_connection(error)):
             cause, waited = self._without_store(error), monotonic() - began
             raise self._rank_error(cause, "the store", waited) from error
         if error is not None:
             raise error
+        if outlived:
+            raise RuntimeError(
+                "the process group's store has outlived a restart, and still has what this rank "
+                "said before; make the group by spectrain_ext.join_ranks(), in the place of "
+                "torch.distributed.init_process_group"
+            )
 
-    def _meet(self, store: Store) -> None:
-        """Connect to the store; RuntimeError if it has outlived a restart."""
+    def _meet(self, store: Store) -> bool:
+        """Connect to the store; return whether it has outlived a restart."""
         key = self._keys[self.rank]
         # checked first: connecting to a store that has gone takes a while to fail
         outlived = store.check([key]) and store.get(key) != b""
@@ -124,12 +130,7 @@ class Board:
         for each in self._keys:  # reading a missing key would block
             self._store.compare_set(each, "", "")
         self._store.compare_set(FAILED, "", "")
-        if outlived:
-            raise RuntimeError(
-                "the process group's store has outlived a restart, and still has what this rank "
-                "said before; make the group by spectrain_ext.join_ranks(), in the place of "
-                "torch.distributed.init_process_group"
-            )
+        return outlived
 
     def _forget(self) -> None:
         self.beats = [Heartbeat(b"", monotonic(), beat.doing) for beat in self.beats]

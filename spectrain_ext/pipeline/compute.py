@@ -216,7 +216,7 @@ class Compute:
         ):
             for call in self.calls:
                 call(i, j, stage.module, message)
-            if own is not None:
+            if own is not None and own.copies:
                 own.before()
             if graph:
                 tape.leaves, tape.output = self._run(message)
@@ -314,7 +314,7 @@ class Compute:
             torch.enable_grad(),
             ExitStack() as held,
         ):
-            if own is not None:
+            if own is not None and own.copies:
                 own.before()
             self._entered = tape.module_buffers
             for buffers in reversed(tape.module_buffers):  # the loss may contain the module
@@ -378,7 +378,7 @@ class Compute:
         own = self._own if self._own is not None and self._own.known else None
         # A hook may draw random numbers.
         with stage.computing(reads=reads, writes=writes, weights=True), RNG_LOCK:
-            if own is not None:
+            if own is not None and own.copies:
                 own.before()
             if self._edges.gradients:
                 pairs, count = seeded(tape.output, tape.arrived.message.tensors)

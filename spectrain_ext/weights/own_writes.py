@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .storage import Storage, local_part
 
-_VERSION = attrgetter("_version")
+_VERSION = attrgetter("_version")  # 30 us for 300 parameters
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -29,27 +29,21 @@ class OwnWrites:
         self._idle = idle  # whether the stage computes with the true weights, so nothing is lost
         self._params = list(names)
         self._counters = self._count()
-        # Before forwards; None: all, before the first one.
-        self._copied: list[Tensor] | None = [] if idle else None
+        self._copied = [] if idle else self._params  # before forwards; all before the first one
         self._old: dict[Tensor, Tensor] = {}  # the copies of one forward
         self._bits: dict[Tensor, list[int]] = {}
-
-    @property
-    def known(self) -> bool:
-        """Whether the module has written weights in this run."""
-        return bool(self._copied)
+        self.copies = not idle  # whether ``before`` has to be called
+        self.known = False  # whether the module has written weights in this run
 
     def before(self) -> None:
         """Copy the weights that a forward may write."""
-        copied = self._names if self._copied is None else self._copied
-        if copied:
-            self._old = {p: local_part(p).detach().clone() for p in copied}
+        self._old = {p: local_part(p).detach().clone() for p in self._copied}
+        if not self.known:
+            self._copied, self.copies = [], False
 
     def after(self) -> bool:
         """Whether the forward has written weights; ``carry_over`` has to follow then."""
-        if self._copied is None:
-            self._copied = []
-        if self._changed():
+        if [*map(_VERSION, self._params)] != self._counters:
             return True
         self._old = {}
         return False
@@ -62,8 +56,8 @@ class OwnWrites:
         """Change the true weights, of this version, as the forward has changed the bound ones."""
         changed, old = self._changed(), self._old
         self._old, self._counters = {}, self._count()
-        assert self._copied is not None
         self._copied = list(dict.fromkeys((*self._copied, *changed)))
+        self.copies = self.known = True
         for p in changed:
             if not self._storage.carry_over(local_part(p), old.get(p), version):
                 raise RuntimeError(
@@ -82,8 +76,9 @@ class OwnWrites:
 
     def check(self, stage: int) -> None:
         """Raise RuntimeError if a parameter was written outside of a forward."""
-        if self._idle:
-            self._counters = self._count()
+        counters = [*map(_VERSION, self._params)]
+        if self._idle or (counters == self._counters and not self._bits):
+            self._counters = counters
             return
         bits, self._bits = self._bits, {}
         now = self._all_bits() if bits else {}
@@ -110,7 +105,7 @@ class OwnWrites:
         }
 
     def _count(self) -> list[int]:
-        return [*map(_VERSION, self._params)]  # a DTensor's, not its shard's; 30 us for 300
+        return [*map(_VERSION, self._params)]  # a DTensor's, not its shard's
 
     def _changed(self) -> list[Tensor]:
         before, now = self._counters, self._count()

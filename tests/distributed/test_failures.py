@@ -252,13 +252,14 @@ def test_a_rank_that_does_not_make_its_pipeline(culprit, fault, keeper):
     ends = Ranks(miss, 3, culprit, fault, keeper=keeper).join(but=() if late else (culprit,))
     cause = f"rank {culprit}, meeting: it has not come within 5.0 s"
     waiting = ""
-    if fault == "stop":  # it keeps the store, which then answers nobody
-        waiting = ", waiting on the store for 5.0 s"
+    if fault == "stop":  # it keeps the store, which then answers nobody, now or a little later
+        waiting = "(, waiting on the store for 5.0 s)?"
         cause = "rank 0, last known in starting: the store that it keeps does not answer"
     for rank, end in enumerate(ends):
         if rank != culprit or late:
             assert end.code == 1
-            assert f"RankError: rank {rank}, meeting{waiting}; first cause: {cause}" in end.error
+            told = f"RankError: rank {rank}, meeting{waiting}; first cause: {cause}"
+            assert re.search(told, end.error), end.error
 
 
 def leave_early(rank, ranks):
