@@ -25,16 +25,16 @@ DOCUMENTED = {f"spectrain_ext.{name}" for name in ("cli.__main__", "operators.la
 
 #: Whoever gets below a ceiling lowers it. Raising one takes a sentence in CHANGELOG.md.
 CEILINGS = {
-    "package, lines": 30869,
-    "package, files": 144,
-    "core, lines": 12045,
-    "core, files": 56,
+    "package, lines": 32173,
+    "package, files": 146,
+    "core, lines": 12736,
+    "core, files": 58,
     "csrc, lines": 5208,
     "bench, lines": 8228,
     "studies, lines": 5368,
-    "tests, lines": 40924,
+    "tests, lines": 42276,
     "tests that import inner modules": 14,
-    "manual, words": 29191,
+    "manual, words": 30169,
     "arguments of Pipeline": 15,
     "arguments of DistributedPipeline": 18,
     "names in spectrain_ext": 42,
