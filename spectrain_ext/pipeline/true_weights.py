@@ -53,7 +53,7 @@ class TrueWeights(AbstractContextManager[None]):
         self._changed.update(p for p, version in self._versions.items() if p._version != version)
         for stage in self._executor.stages if self._changed else ():
             if stage.weights is not None and stage.weights.own_writes is not None:
-                stage.weights.own_writes.refused(self._changed)
+                stage.weights.own_writes.acknowledge(self._changed)
         self._executor.follow_caller()
         for p, data in self._before:
             p.data = data

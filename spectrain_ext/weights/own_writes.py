@@ -89,8 +89,8 @@ class OwnWrites:
                 "change weights in a hook of the optimizer's step, or end the run before"
             )
 
-    def refused(self, params: Iterable[Tensor]) -> None:
-        """Let these stay as they are now: whoever has changed them has got an error already."""
+    def acknowledge(self, params: Iterable[Tensor]) -> None:
+        """Take changes of these for known: whoever has made them has got an error."""
         told = set(params)
         now = zip(self._params, self._counters, self._count(), strict=True)
         self._counters = [new if p in told else old for p, old, new in now]

@@ -34,7 +34,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-_DEADLINE = 240.0
+_DEADLINE = 220.0
 _DRAWN = itertools.count()  # ports
 _TESTS = Path(__file__).resolve().parents[1]
 # The server's module path: up to Python 3.13 it does not get this process's sys.path.
@@ -184,8 +184,7 @@ class Ranks:
 def run_ranks(program: Callable[..., Any], ranks: int, *args: Any, **more: Any) -> list[Any]:
     """Run the program on all ranks, require success, and return every rank's result."""
     ends = Ranks(program, ranks, *args, **more).join()
-    for rank, end in enumerate(ends):
-        assert end.code == 0, f"rank {rank} ended with {end.code}:\n{end.error}"
+    assert all(end.code == 0 for end in ends), printed_by(ends)
     return [end.value for end in ends]
 
 
