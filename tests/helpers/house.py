@@ -32,7 +32,7 @@ CEILINGS = {
     "csrc, lines": 5208,
     "bench, lines": 8228,
     "studies, lines": 5368,
-    "tests, lines": 42275,
+    "tests, lines": 42278,
     "tests that import inner modules": 14,
     "manual, words": 30169,
     "arguments of Pipeline": 15,
