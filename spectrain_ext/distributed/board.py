@@ -40,6 +40,7 @@ from .failures import (
     Cause,
     Heartbeat,
     Sharing,
+    Waits,
     find_culprit,
     is_broken_connection,
     is_broken_inside,
@@ -47,7 +48,7 @@ from .failures import (
     wake_stopped,
     write_report,
 )
-from .store import CONNECT_SECONDS, connection
+from .store import CONNECT_SECONDS, connection, own_store
 
 FAILED = "failed"  # the store's key of the first cause
 
@@ -56,7 +57,8 @@ class Board:
     """One rank's heartbeats and waits, of ``timeout`` seconds each.
 
     A rank has ``grace`` seconds to raise a known failure before its process is ended. Rank 0 keeps
-    the store, or another process does (``kept_elsewhere``).
+    the store, or another process does (``kept_elsewhere``), which may end before: then rank 0 keeps
+    one more, where it can.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Board:
         kept_elsewhere: bool = False,
     ) -> None:
         self._kept_elsewhere = kept_elsewhere
+        self._kept: Store | None = None  # by rank 0, beside that
         self.rank, self.ranks, self.timeout, self.grace = rank, ranks, timeout, grace
         self.changed = threading.Condition()  # notified when a condition of ``wait`` may hold
         self.interval = min(max(timeout / 20, 0.02), 1.0)  # seconds between two heartbeats
@@ -95,22 +98,27 @@ class Board:
         _BOARDS.add(self)
         self.set_action("meeting")
         began, met = monotonic(), list[bool | Exception]()
+        limit = max(timeout, CONNECT_SECONDS)
 
         def meet() -> None:
             try:
-                met.append(self._meet(store))
+                met.append(self._meet(store, began + limit))
             except Exception as error:
                 met.append(error)
 
         # In a thread, as a store whose process is stopped holds up calls for ever.
         meeting = threading.Thread(target=meet, name="spectrain meeting", daemon=True)
         meeting.start()
-        meeting.join(max(timeout, CONNECT_SECONDS))
+        meeting.join(limit + 1.0 if kept_elsewhere else limit)
         outlived: bool | Exception | None = met[0] if met else None  # None: no answer
         error = outlived if isinstance(outlived, Exception) else None
         if outlived is None or (error is not None and is_broken_connection(error)):
             cause, waited = self._without_store(error), monotonic() - began
             raise self._rank_error(cause, "the store", waited) from error
+        if isinstance(error, TimeoutError):
+            raise self._rank_error(
+                Cause(0, f"meeting: it has not come within {limit:.1f} s"), None, 0.0
+            )
         if error is not None:
             raise error
         if outlived:
@@ -120,13 +128,18 @@ class Board:
                 "torch.distributed.init_process_group"
             )
 
-    def _meet(self, store: Store) -> bool:
+    def _meet(self, store: Store, until: float) -> bool:
         """Connect to the store; return whether it has outlived a restart."""
         key = self._keys[self.rank]
         # checked first: connecting to a store that has gone takes a while to fail
         outlived = store.check([key]) and store.get(key) != b""
         # a connection of its own: rendezvous of process groups block the given one
         self._store = connection(store, CONNECT_SECONDS, self.timeout)
+        if self._kept_elsewhere and not outlived:
+            self._kept = own_store(self._store, self.rank == 0, until)
+            if self._kept is not None:
+                self._store.set(key, "in another store")
+                self._store = connection(self._kept, CONNECT_SECONDS, self.timeout)
         for each in self._keys:  # reading a missing key would block
             self._store.compare_set(each, "", "")
         self._store.compare_set(FAILED, "", "")
@@ -340,6 +353,8 @@ class Board:
     def lost(self, peer: int | None, what: str, error: BaseException) -> NoReturn:
         """Raise RankError for a broken connection to a peer (None: to an unknown one)."""
         since = self.waits[2] if self.waits is not None else monotonic()
+        if isinstance(error, DistNetworkError):  # making a group needs that of the default one
+            self._raise(self._without_store(error, of_group=True), what, monotonic() - since, error)
         mine = Cause(self.rank, f"{self.action()}: {describe_error(error)}")
         if peer is None:
             # Living ranks send a heartbeat per interval.
@@ -385,7 +400,7 @@ class Board:
             if self.cause is None:
                 self._must_end_by = monotonic() + self.grace
                 beats = [*self.beats]
-                beats[self.rank] = self._beat()
+                beats[self.rank] = self._beat(self._inside())
                 steps = self._steps.copy()
                 self._report = write_report(cause, self.rank, beats, steps, self._error)
                 self.cause = cause
@@ -400,21 +415,24 @@ class Board:
             self.changed.notify_all()
             return self.cause
 
-    def _without_store(self, error: BaseException | None = None) -> Cause:
+    def _without_store(self, error: BaseException | None = None, of_group: bool = False) -> Cause:
         reason = "the store that it keeps does not answer"
         if isinstance(error, DistNetworkError):
             reason = "its process has ended, with the store that it kept"
         elif isinstance(error, (TypeError, ValueError)):
             reason = f"the store has an entry that no rank of this version writes: {error}"
-        place = "of the process group, not of this pipeline"
-        return Cause(0, f"{place if self._kept_elsewhere else self.beats[0]}: {reason}")
+        elif error is not None:
+            reason += f": {describe_error(error)}"
+        elsewhere = self._kept_elsewhere and (of_group or self._kept is None)
+        place = "of the process group, not of this pipeline" if elsewhere else self.beats[0]
+        return Cause(0, f"{place}: {reason}")
 
-    def _overdue(self) -> Cause | None:
+    def _overdue(self, inside: Waits | None) -> Cause | None:
         if held_back():  # until the instruction ends, which may never happen
             return Cause(self.rank, f"{self.action()}: KeyboardInterrupt, which waits for its end")
         absent = [r for r in self._others if not self.beats[r].text]
         limit = max(self.timeout, CONNECT_SECONDS) if absent else self.timeout
-        waits = self._waiting()
+        waits = self.waits or inside
         if waits is None or monotonic() - waits[2] <= limit:
             return None
         if absent:
@@ -430,12 +448,13 @@ class Board:
         try:
             while not self._over.is_set():
                 self._asking = monotonic()
-                self._publish()
-                self._poll()
+                inside = self._inside()
+                self._publish(inside)
+                self._poll(inside)
                 self._asking = None
                 self._rest()
                 self._wake.clear()
-            self._publish()
+            self._publish(self._inside())
         except Exception as error:  # of any kind: this thread keeps the deadlines
             if not self._over.is_set():
                 self._accept_cause(self._without_store(error))
@@ -456,8 +475,8 @@ class Board:
             self._asking = None
         self._wake.wait(left)
 
-    def _beat(self) -> Heartbeat:
-        now, waits = monotonic(), None if self._failure else self._waiting()
+    def _beat(self, inside: Waits | None) -> Heartbeat:
+        now, waits = monotonic(), None if self._failure else self.waits or inside
         return Heartbeat(
             *(b"", now, self.action(), now - self._steps[-1][1], waits and waits[:2]),
             *(*self._shared, self.cause is not None, this_process()),
@@ -465,15 +484,15 @@ class Board:
             call=self._call,
         )
 
-    def _waiting(self) -> tuple[int | Sequence[int] | None, str, float] | None:
-        """Return ``waits``, or for whom this rank waits inside its stages."""
-        return self.waits or self.sharing.waits(self._steps[-1][1])
+    def _inside(self) -> Waits | None:
+        """Return the wait inside a stage, unless ``waits`` says for what this rank waits."""
+        return None if self.waits else self.sharing.waits(self._steps[-1][1])
 
-    def _publish(self) -> None:
-        _, _, *sent = self._beat()
+    def _publish(self, inside: Waits | None) -> None:
+        _, _, *sent = self._beat(inside)
         self._store.set(self._keys[self.rank], json.dumps(sent))
 
-    def _poll(self) -> None:
+    def _poll(self, inside: Waits | None) -> None:
         *texts, failed = self._store.multi_get([*self._keys, FAILED])
         now, before = monotonic(), self.beats
         beats = [
@@ -489,7 +508,7 @@ class Board:
             # after a failure, waits also end because a rank is silent
             if self.cause or [each.shared for each in beats] != [each.shared for each in before]:
                 self.changed.notify_all()
-        if not failed and (mine := self._found or self._overdue()) is not None:
+        if not failed and (mine := self._found or self._overdue(inside)) is not None:
             mine = mine._replace(report=uuid4().hex)
             failed = self._store.compare_set(FAILED, "", json.dumps(mine))
         if failed and self.cause is None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import re
 import signal
 import socket
-import sys
 import tempfile
 import threading
 import traceback
@@ -30,10 +31,10 @@ WATCHING = ("spectrain board", "spectrain guard")
 
 #: What a rank waits for inside its stage.
 SHARES = "a rank that computes the stage with it"
-# Modules whose functions wait for collectives: a stage's, and those of the caller's loop too.
+# Files whose functions wait for collectives: a stage's, and those of the caller's loop too.
 _COLLECTIVES = (
-    "torch.distributed._functional_collectives",
-    "torch.distributed.distributed_c10d",
+    "torch/distributed/_functional_collectives.py",
+    "torch/distributed/distributed_c10d.py",
 )
 
 
@@ -87,6 +88,10 @@ def is_broken_inside(error: BaseException) -> bool:
     return cause is not None and (broken or type(cause).__module__ == "torch.distributed")
 
 
+#: For whom a rank waits (None: all), for what, and since when.
+Waits = tuple[int | Sequence[int] | None, str, float]
+
+
 class Sharing:
     """Finds out how long this rank waits inside its stages, for others that compute them with it.
 
@@ -98,18 +103,17 @@ class Sharing:
         ranks: Sequence[int] | None = None,  # None: any
         collectives: Callable[[], int] = lambda: 0,  # counts those that have begun
     ) -> None:
-        self._ranks, self._modules = ranks, _COLLECTIVES[: 1 if ranks is None else 2]
+        self._ranks, self._files = ranks, _COLLECTIVES[: 1 if ranks is None else 2]
         self._collectives: Callable[[], int] = lambda: 0
         with suppress(RuntimeError):  # not every backend counts them
             collectives()
             self._collectives = collectives
         self._seen: tuple[object, float] | None = None  # a collective, and when it was first seen
 
-    def waits(self, began: float) -> tuple[Sequence[int] | None, str, float] | None:
-        """Return for whom, what and since when; ``began``: this rank's present action."""
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        names = {each.f_globals.get("__name__") for each, _ in traceback.walk_stack(frame)}
-        if frame is None or names.isdisjoint(self._modules):
+    def waits(self, began: float) -> Waits | None:
+        """Return the wait, if there is one; ``began``: this rank's present action."""
+        stack = _stacks().get(threading.main_thread().ident, "")
+        if not any(file in stack for file in self._files):
             self._seen = None
             return None
         mark, now = (self._collectives(), began), monotonic()
@@ -219,7 +223,7 @@ def write_report(
     lines += [f"{now - began:10.3f} s  {' '.join(map(str, step))}" for step, began in steps]
     if error:
         lines.append(f"\nits exception\n{error[-STACK_CHARACTERS:]}")
-    lines.append(f"\nPython stacks\n{_stacks()[:STACK_CHARACTERS]}\n\n")
+    lines.append(f"\nPython stacks, innermost call first\n{_all_stacks()[:STACK_CHARACTERS]}\n\n")
     name = cause.report if cause.report.isalnum() else uuid4().hex  # may be anybody's entry
     try:
         path = os.path.join(tempfile.gettempdir(), f"spectrain-failure-{name}.txt")
@@ -231,12 +235,30 @@ def write_report(
     return path
 
 
-def _stacks() -> str:
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    main = threading.main_thread().ident
-    frames = sorted(sys._current_frames().items(), key=lambda each: each[0] != main)
+def _stacks() -> dict[int | None, str]:
+    """Return the stacks of at most 100 threads, by ident; the innermost 100 frames of each.
+
+    By one call in C. Frames of a thread that goes on meanwhile must not be followed from Python: in
+    CPython 3.11 that has met a string for a frame, and a segmentation fault.
+    """
+    with open(os.memfd_create("stacks"), "r+", errors="replace") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        written = file.read()
+    found: dict[int | None, str] = {}
+    for stack in written.split("\n\n"):
+        head, _, frames = stack.partition("\n")
+        if ident := re.search("0x[0-9a-f]+", head):
+            found[int(ident[0], 16)] = frames
+    return found
+
+
+def _all_stacks() -> str:
+    """Describe the threads of the program, the main thread first."""
+    stacks, main = _stacks(), threading.main_thread()
+    threads = sorted(threading.enumerate(), key=lambda thread: thread is not main)
     return "\n".join(
-        f"thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame, 64))}"
-        for ident, frame in frames
-        if names.get(ident) not in WATCHING
+        f"thread {thread.name}\n{stacks.get(thread.ident, '')}"
+        for thread in threads
+        if thread.name not in WATCHING
     )

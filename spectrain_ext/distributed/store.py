@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
+from ipaddress import ip_address
 from time import monotonic, sleep
 from typing import Any
 from uuid import uuid4
@@ -29,6 +30,7 @@ CONNECT_SECONDS = 15.0
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LOCAL = frozenset(("localhost", "127.0.0.1", "::1"))
 _START = "spectrain_ext/start"  # the store's key of the name of this start of the ranks
+_KEPT = "store"  # the group's store's key of the address of a pipeline's own
 _POLL_SECONDS = 0.01  # seconds between two checks for rank 0's answer or a newer start
 
 
@@ -133,7 +135,9 @@ def _key_appears(store: Store, key: str, timeout: timedelta) -> bool:
     return True
 
 
-def store_at(address: str, port: int, *, listen: bool) -> Store:
+def store_at(
+    address: str, port: int, *, listen: bool, timeout: timedelta = timedelta(minutes=30)
+) -> Store:
     """Join a store, or host one that listens on this address only; port 0 picks a free one.
 
     The store that ``init_process_group`` makes listens on all interfaces, whatever its address.
@@ -148,8 +152,43 @@ def store_at(address: str, port: int, *, listen: bool) -> Store:
             raise OSError(reason) from error
         port = listening.getsockname()[1]
         options["master_listen_fd"] = listening.detach()
-    store: Store = TCPStore(port=port, is_master=listen, timeout=timedelta(minutes=30), **options)
+    store: Store = TCPStore(port=port, is_master=listen, timeout=timeout, **options)
     return store
+
+
+def own_store(store: Store, keeps: bool, until: float) -> Store | None:
+    """Let one rank keep a store for some others, which then need the group's no more.
+
+    None if it cannot tell under which address they reach it. TimeoutError if it has not come until
+    then, as ``monotonic`` counts.
+    """
+    if keeps:
+        address = _address_towards(store)
+        made = None if address is None else store_at(address, 0, listen=True)
+        store.set(_KEPT, json.dumps(None if made is None else [address, made.port]))  # type: ignore[attr-defined]
+        return made
+    if not _key_appears(store, _KEPT, timedelta(seconds=max(0.0, until - monotonic()))):
+        raise TimeoutError
+    where = json.loads(store.get(_KEPT))
+    left = timedelta(seconds=max(1.0, until - monotonic()))
+    return None if where is None else store_at(*where, listen=False, timeout=left)
+
+
+def _address_towards(store: Store) -> str | None:
+    """Return this machine's address on the way to a store; None if only this machine knows it."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, TCPStore):
+        return None
+    family, kind, _, _, where = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[
+        0
+    ]
+    with socket.socket(family, kind) as towards:
+        towards.connect(where)  # sends nothing
+        address: str = towards.getsockname()[0]
+    # A name of this machine may lead to its loopback interface here, and elsewhere to another.
+    hidden = ip_address(address).is_loopback and store.host not in _LOCAL
+    return None if hidden else address
 
 
 def connection(store: Store, patience: float, timeout: float) -> Store:

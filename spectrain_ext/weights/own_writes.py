@@ -43,7 +43,7 @@ class OwnWrites:
 
     def after(self) -> bool:
         """Whether the forward has written weights; ``carry_over`` has to follow then."""
-        if [*map(_VERSION, self._params)] != self._counters:
+        if self._count() != self._counters:
             return True
         self._old = {}
         return False
@@ -76,9 +76,8 @@ class OwnWrites:
 
     def check(self, stage: int) -> None:
         """Raise RuntimeError if a parameter was written outside of a forward."""
-        counters = [*map(_VERSION, self._params)]
-        if self._idle or (counters == self._counters and not self._bits):
-            self._counters = counters
+        if self._idle:
+            self._counters = self._count()
             return
         bits, self._bits = self._bits, {}
         now = self._all_bits() if bits else {}

@@ -12,12 +12,12 @@ from time import monotonic
 import pytest
 import torch.distributed as dist
 from helpers.ranks import Ranks, run_ranks
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 import spectrain_ext as st
 from spectrain_ext.distributed.board import FAILED, Board
 from spectrain_ext.distributed.failures import WATCHING, Heartbeat, find_culprit
-from spectrain_ext.distributed.store import connection, store_at
+from spectrain_ext.distributed.store import connection, own_store, store_at
 
 
 def test_a_connection_is_not_waited_for_as_long_as_the_store_says():
@@ -42,6 +42,21 @@ def test_a_connection_is_not_waited_for_as_long_as_the_store_says():
 def kept(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return store_at("127.0.0.1", 0, listen=True)
+
+
+def test_a_store_of_its_own_has_what_others_are_told(kept):
+    board = Board(kept, 0, 1, timeout=5.0, kept_elsewhere=True)
+    with board.run(starts=True):
+        assert board.exchange_json("meeting", 1) == [1]
+    assert kept.get("beat/0") == b"in another store"
+    with pytest.raises(RuntimeError, match="the process group's store has outlived a restart"):
+        Board(kept, 0, 1, timeout=5.0, kept_elsewhere=True)
+
+
+def test_a_store_without_an_address_stays_the_only_one():
+    store = PrefixStore("pipeline", dist.HashStore())
+    assert own_store(store, keeps=True, until=0.0) is None
+    assert own_store(store, keeps=False, until=monotonic() + 5.0) is None
 
 
 def test_a_board_of_one_rank(kept, tmp_path):

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from itertools import count, cycle
 from pathlib import Path
@@ -23,7 +23,7 @@ from helpers.failing_runs import TIMEOUT, commit, expect_one_end, fail, timeout_
 from helpers.rank_cases import Case
 from helpers.ranks import Ranks, free_port, printed_by, run_ranks
 from helpers.replica_programs import sgd
-from helpers.ways import hurried, travelling
+from helpers.ways import hidden, hurried, travelling
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -281,21 +281,81 @@ def test_rank_0_keeps_the_store_and_ends_early():
         assert "first cause: rank 0, last known in starting: its process has ended" in end.error
 
 
-def outlive(rank, ranks):
-    """Train without end beside a pipeline of rank 0, which keeps the store and ends."""
-    groups = [dist.new_group([each]) for each in range(ranks)]
-    stage, loss_fn = nn.Linear(4, 4), nn.functional.mse_loss
-    pipe = st.DistributedPipeline(stage, sgd, loss_fn, group=groups[rank], timeout=TIMEOUT)
-    for _ in pipe.run(cycle([(torch.ones(8, 4), torch.ones(8, 4))])):
-        if rank == 0:
+def beside(rank, ranks, end, then, folder):
+    """Train beside a pipeline of rank 0, which keeps the group's store and ends.
+
+    If ``then`` is "hidden", nobody can tell under which address another store would be found. If it
+    is "opening", rank 0 ends while the other pipeline is made.
+    """
+    shared = _get_default_store()
+    if rank == 0:
+        shared.set("process", str(os.getpid()))
+    first = Path(f"/proc/{int(shared.get('process'))}/stat")
+    group = [dist.new_group([0]), dist.new_group([1, 2])][min(rank, 1)]
+    if then == "absent" and rank == 1:
+        return commit("hang")
+
+    real, way = dist.new_group, hidden() if then == "hidden" else nullcontext()
+
+    def new_group(*given, **more):
+        shared.set(f"made {rank}", "")
+        while not has_ended(first):
+            pass
+        return real(*given, **more)
+
+    dist.new_group = new_group if then == "opening" and rank else real
+    with hurried(), way:
+        loss_fn = nn.functional.mse_loss
+        pipe = st.DistributedPipeline(nn.Linear(4, 4), sgd, loss_fn, group=group, timeout=TIMEOUT)
+    batches = [(torch.ones(8, 4), torch.ones(8, 4))] * 8
+    shared.set(f"made {rank}", "")
+    if rank == 0:
+        next(iter(pipe.run(batches)))
+        shared.wait([f"made {each}" for each in range(ranks)])
+        return commit(end)
+    for _ in pipe.run(cycle(batches)):
+        if pipe.rank == 0 and has_ended(first):
             break
+    if then == "kill" and rank == 1:
+        commit("kill")
+    trained = len(list(pipe.run(batches)))
+    pipe(batches[0][0])
+    st.checkpoint.save(Path(folder, "saved"), pipe)
+    return trained
 
 
-def test_who_keeps_the_store_of_another_pipeline_is_named():
-    first, other = Ranks(outlive, 2, keeper=False).join()
-    assert (first.code, other.code) == (0, 1), other.error
-    place = "first cause: rank 0, of the process group, not of this pipeline: its process has ended"
-    assert place in other.error
+def has_ended(process: Path) -> bool:
+    """Whether a process has ended or is stopped."""
+    try:
+        return process.read_text().rpartition(")")[2].split()[0] in "TZ"
+    except OSError:
+        return True
+
+
+@pytest.mark.parametrize("end", ["exception", "stop"])
+def test_a_pipeline_outlives_the_store_of_the_group(end, tmp_path):
+    _, *others = Ranks(beside, 3, end, "", str(tmp_path), keeper=False).join(but=(0,))
+    assert [(each.code, each.value) for each in others] == [(0, 8), (0, 8)], printed_by(others)
+    assert (tmp_path / "saved").exists()
+
+
+GROUPS_STORE = "rank 0, of the process group, not of this pipeline: its process has ended"
+
+
+@pytest.mark.parametrize(
+    ("then", "told"),
+    [
+        ("hidden", GROUPS_STORE),
+        ("opening", GROUPS_STORE),
+        ("kill", "rank 0, .*: (its process has ended|its connection was closed|no sign of life)"),
+        ("absent", r"rank 0, meeting: it has not come within 5\.0 s"),
+    ],
+    ids=["hidden", "opening", "kill", "absent"],
+)
+def test_who_keeps_a_store_is_named(then, told, tmp_path):
+    *_, last = Ranks(beside, 3, "exception", then, str(tmp_path), keeper=False).join(but=(0, 1))
+    assert last.code == 1, last.error
+    assert re.search(f"RankError: rank 1, .*first cause: {told}", last.error), last.error
 
 
 # Between runs
@@ -380,7 +440,7 @@ def test_one_report_of_all_ranks(tmp_path, fault, culprit):
         first = "[012]" if fault == "interrupt" else culprit
         assert re.search(rf"^First cause: rank {first}, .*", mine, re.MULTILINE)
         assert "of minibatch" in mine.partition("Python stacks")[0]
-        assert "Python stacks\nthread MainThread\n" in mine
+        assert "Python stacks, innermost call first\nthread MainThread\n" in mine
         for other in range(3):
             heard = r"; heard \d+\.\d+ s ago" if other != rank else ""
             assert re.search(rf"^  {other}  .+, for .* s.*{heard}$", mine, re.MULTILINE)

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from spectrain_ext.distributed import board, links, ranks
+from spectrain_ext.distributed import board, links, ranks, store
 
 WAYS = ("direct", "staged", "apart")
 
@@ -43,4 +43,11 @@ def travelling(way: str) -> Iterator[None]:
 def hurried() -> Iterator[None]:
     """Wait 5 s instead of 15 for ranks that do not come."""
     with patch.object(board, "CONNECT_SECONDS", 5.0):
+        yield
+
+
+@contextmanager
+def hidden() -> Iterator[None]:
+    """Take the loopback address for one that leads elsewhere from other machines."""
+    with patch.object(store, "_LOCAL", frozenset()):
         yield
