@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from spectrain_ext.transport.message import is_dense
 from spectrain_ext.weights.storage import local_part
@@ -241,8 +242,10 @@ def _spans(modules: Mapping[int, nn.Module]) -> Iterator[_Span]:
             if part._forward_pre_hooks:  # which may set them, as those of spectral_norm do
                 continue
             for leaf, value in vars(part).items():
-                if isinstance(value, Tensor):
-                    named.append(("attribute", f"{name}.{leaf}".removeprefix("."), value))
+                where = f"{name}.{leaf}".removeprefix(".")
+                for held in tree_leaves(value):
+                    if isinstance(held, Tensor) and not isinstance(held, nn.Parameter):
+                        named.append(("attribute", where, held))
         for kind, name, tensor in named:
             local = local_part(tensor)
             if tensor in seen or not local.numel() or not is_dense(local):

@@ -120,6 +120,34 @@ def test_an_optimizer_that_is_not_the_packages_goes_on_alone() -> None:
         torch.testing.assert_close(mine.cpu(), host, rtol=1e-6, atol=1e-8)
 
 
+def _written(method: str, device: str) -> list[Tensor]:
+    """Return losses and all weights, where forwards and hooks of steps write weights too."""
+
+    def clamp(module: nn.Module, _: object) -> None:
+        for layer in module.modules():
+            if isinstance(layer, nn.Linear):  # no backward needs its bias
+                layer.bias.detach().clamp_(-0.05, 0.05)
+
+    def shrink(optimizer: Any, *_: object) -> None:
+        for p in optimizer.param_groups[0]["params"]:
+            p.data.mul_(0.99)
+
+    pipe = _pipeline(method, device, microbatches=2)
+    for stage, optimizer in zip(pipe.children(), pipe.optimizers, strict=True):
+        stage.register_forward_pre_hook(clamp)
+        optimizer.register_step_post_hook(shrink)
+    found = [result.loss for result in pipe.run(_batches(24, device))]
+    return [tensor.detach().cpu().clone() for tensor in [*found, *pipe.state_dict().values()]]
+
+
+@pytest.mark.parametrize("method", ["auto", "1f1b", "vanilla", "spectrain", "zb-h1-async"])
+def test_what_modules_and_hooks_write_is_that_of_the_cpu(method: str) -> None:
+    """They write versions on the stages' streams, and the true weights follow."""
+    expected, found, again = (_written(method, device) for device in ("cpu", "cuda", "cuda"))
+    assert _same(found, again)
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-11)
+
+
 @pytest.mark.parametrize("method", ["vanilla", "pipedream", "spectrain"])
 def test_true_weights_in_the_loop_are_those_of_the_cpu(method: str) -> None:
     """They are read on the caller's stream while updates wait on those of the stages."""
