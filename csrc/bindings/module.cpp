@@ -10,6 +10,7 @@
 #include "kernels/cuda/launch.h"
 #include "memory.h"
 #include "numbers.h"
+#include "stacks.h"
 #include "turn.h"
 
 namespace spectrain {
@@ -263,6 +264,7 @@ PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
       "same",
       [](py::handle now, py::handle seen) { return spectrain::same(now.ptr(), seen.ptr()); },
       py::arg("now"), py::arg("seen"));
+  m.def("stacks", &spectrain::stacks);
   m.def("build_info", &spectrain::build_info);
   m.def(
       "stream_handle",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
-import re
 import signal
 import socket
 import tempfile
@@ -19,6 +17,7 @@ from time import monotonic
 from typing import Any, NamedTuple
 from uuid import uuid4
 
+from spectrain_ext import _C
 from spectrain_ext.errors import StageError
 
 #: Instructions that a rank remembers, and characters of its stacks.
@@ -112,8 +111,8 @@ class Sharing:
 
     def waits(self, began: float) -> Waits | None:
         """Return the wait, if there is one; ``began``: this rank's present action."""
-        stack = _stacks().get(threading.main_thread().ident, "")
-        if not any(file in stack for file in self._files):
+        calls = _C.stacks().get(threading.main_thread().ident or 0, ())
+        if not any(file.endswith(self._files) for file, *_ in calls):
             self._seen = None
             return None
         mark, now = (self._collectives(), began), monotonic()
@@ -223,7 +222,7 @@ def write_report(
     lines += [f"{now - began:10.3f} s  {' '.join(map(str, step))}" for step, began in steps]
     if error:
         lines.append(f"\nits exception\n{error[-STACK_CHARACTERS:]}")
-    lines.append(f"\nPython stacks, innermost call first\n{_all_stacks()[:STACK_CHARACTERS]}\n\n")
+    lines.append(f"\nPython stacks\n{_stacks()[:STACK_CHARACTERS]}\n\n")
     name = cause.report if cause.report.isalnum() else uuid4().hex  # may be anybody's entry
     try:
         path = os.path.join(tempfile.gettempdir(), f"spectrain-failure-{name}.txt")
@@ -235,30 +234,17 @@ def write_report(
     return path
 
 
-def _stacks() -> dict[int | None, str]:
-    """Return the stacks of at most 100 threads, by ident; the innermost 100 frames of each.
-
-    By one call in C. Frames of a thread that goes on meanwhile must not be followed from Python: in
-    CPython 3.11 that has met a string for a frame, and a segmentation fault.
-    """
-    with open(os.memfd_create("stacks"), "r+", errors="replace") as file:
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        written = file.read()
-    found: dict[int | None, str] = {}
-    for stack in written.split("\n\n"):
-        head, _, frames = stack.partition("\n")
-        if ident := re.search("0x[0-9a-f]+", head):
-            found[int(ident[0], 16)] = frames
-    return found
-
-
-def _all_stacks() -> str:
-    """Describe the threads of the program, the main thread first."""
-    stacks, main = _stacks(), threading.main_thread()
-    threads = sorted(threading.enumerate(), key=lambda thread: thread is not main)
+def _stacks() -> str:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    stacks = sorted(_C.stacks().items(), key=lambda each: each[0] != main)
     return "\n".join(
-        f"thread {thread.name}\n{stacks.get(thread.ident, '')}"
-        for thread in threads
-        if thread.name not in WATCHING
+        f"thread {names.get(ident, ident)}\n{_written(calls)}"
+        for ident, calls in stacks
+        if names.get(ident) not in WATCHING
     )
+
+
+def _written(calls: Sequence[tuple[str, int, str]]) -> str:
+    frames = ((file, line, function, None) for file, line, function in reversed(calls[:64]))
+    return "".join(traceback.StackSummary.from_list(frames).format())

@@ -84,7 +84,8 @@ def _main(
     tempfile.tempdir = folder
     # shells ignore it for background processes
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    faulthandler.register(signal.SIGUSR1)  # prints the stack of a rank that hangs
+    faulthandler.enable()  # prints the stacks of a rank that crashes
+    faulthandler.register(signal.SIGUSR1)  # and that of one that hangs
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     # without a keeper it lives and dies with rank 0, as without torchrun
