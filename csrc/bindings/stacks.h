@@ -26,7 +26,12 @@ class NoCollection {
 // in CPython 3.11 that may collect garbage, whose finalizers release the GIL: a program that does
 // so in Python (traceback.walk_stack) crashes or hangs. faulthandler.dump_traceback crashes if C++
 // code lets a thread enter Python just then. Here neither Python code nor a collection runs.
+//
+// Without the GIL no frame of a running thread may be read, so nothing is found.
 inline py::dict stacks() {
+#ifdef Py_GIL_DISABLED
+  return {};
+#endif
   const py::object current_frames = py::module_::import("sys").attr("_current_frames");
   const NoCollection guard;
   const py::dict frames = current_frames();

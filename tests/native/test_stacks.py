@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import gc
 import sys
+import sysconfig
 import threading
 
 import pytest
 
 from spectrain_ext import _C
+
+pytestmark = pytest.mark.skipif(
+    bool(sysconfig.get_config_var("Py_GIL_DISABLED")), reason="no thread may look into another one"
+)
 
 
 def test_stacks_are_those_of_the_threads():
