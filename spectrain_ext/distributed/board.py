@@ -115,10 +115,9 @@ class Board:
         if outlived is None or (error is not None and is_broken_connection(error)):
             cause, waited = self._without_store(error), monotonic() - began
             raise self._rank_error(cause, "the store", waited) from error
-        if isinstance(error, TimeoutError):
-            raise self._rank_error(
-                Cause(0, f"meeting: it has not come within {limit:.1f} s"), None, 0.0
-            )
+        if isinstance(error, (TimeoutError, ConnectionError)):
+            reason = str(error) or f"it has not come within {limit:.1f} s"
+            raise self._rank_error(Cause(0, f"meeting: {reason}"), None, 0.0) from error
         if error is not None:
             raise error
         if outlived:

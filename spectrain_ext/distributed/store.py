@@ -6,7 +6,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache
 from ipaddress import ip_address
@@ -16,7 +16,7 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DistStoreError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from spectrain_ext.errors import CheckpointError
@@ -160,18 +160,27 @@ def own_store(store: Store, keeps: bool, until: float) -> Store | None:
     """Let one rank keep a store for some others, which then need the group's no more.
 
     None if it cannot tell under which address they reach it. TimeoutError if it has not come until
-    then, as ``monotonic`` counts.
+    then, as ``monotonic`` counts; ConnectionError if they cannot reach it.
     """
     if keeps:
-        address = _address_towards(store)
-        made = None if address is None else store_at(address, 0, listen=True)
-        store.set(_KEPT, json.dumps(None if made is None else [address, made.port]))  # type: ignore[attr-defined]
+        made, where = None, None
+        with suppress(OSError):  # there is no way, or it cannot listen
+            if (address := _address_towards(store)) is not None:
+                made = store_at(address, 0, listen=True)
+                where = address, made.port  # type: ignore[attr-defined]
+        store.set(_KEPT, json.dumps(where))
         return made
     if not _key_appears(store, _KEPT, timedelta(seconds=max(0.0, until - monotonic()))):
         raise TimeoutError
     where = json.loads(store.get(_KEPT))
-    left = timedelta(seconds=max(1.0, until - monotonic()))
-    return None if where is None else store_at(*where, listen=False, timeout=left)
+    if where is None:
+        return None
+    try:
+        left = max(0.8, until - monotonic()) / 2  # torch tries twice
+        return store_at(*where, listen=False, timeout=timedelta(seconds=left))
+    except (DistNetworkError, DistStoreError) as error:
+        reason = f"the store that it keeps at {where[0]}, port {where[1]}, cannot be reached"
+        raise ConnectionError(reason) from error
 
 
 def _address_towards(store: Store) -> str | None:
@@ -180,11 +189,9 @@ def _address_towards(store: Store) -> str | None:
         store = store.underlying_store
     if not isinstance(store, TCPStore):
         return None
-    family, kind, _, _, where = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[
-        0
-    ]
-    with socket.socket(family, kind) as towards:
-        towards.connect(where)  # sends nothing
+    found = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)
+    with socket.socket(*found[0][:2]) as towards:
+        towards.connect(found[0][4])  # sends nothing
         address: str = towards.getsockname()[0]
     # A name of this machine may lead to its loopback interface here, and elsewhere to another.
     hidden = ip_address(address).is_loopback and store.host not in _LOCAL

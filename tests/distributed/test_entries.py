@@ -11,10 +11,11 @@ from time import monotonic
 
 import pytest
 import torch.distributed as dist
-from helpers.ranks import Ranks, run_ranks
+from helpers.ranks import Ranks, free_port, run_ranks
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 import spectrain_ext as st
+from spectrain_ext.distributed import board as boards
 from spectrain_ext.distributed.board import FAILED, Board
 from spectrain_ext.distributed.failures import WATCHING, Heartbeat, find_culprit
 from spectrain_ext.distributed.store import connection, own_store, store_at
@@ -51,6 +52,15 @@ def test_a_store_of_its_own_has_what_others_are_told(kept):
     assert kept.get("beat/0") == b"in another store"
     with pytest.raises(RuntimeError, match="the process group's store has outlived a restart"):
         Board(kept, 0, 1, timeout=5.0, kept_elsewhere=True)
+
+
+def test_a_store_of_its_own_that_cannot_be_reached(kept, monkeypatch):
+    kept.set("store", json.dumps(["127.0.0.1", free_port()]))
+    monkeypatch.setattr(boards, "CONNECT_SECONDS", 1.0)
+    with pytest.raises(
+        st.RankError, match=r"first cause: rank 0, .* store that it keeps at 127\.0"
+    ):
+        Board(kept, 1, 2, timeout=1.0, kept_elsewhere=True)
 
 
 def test_a_store_without_an_address_stays_the_only_one():
