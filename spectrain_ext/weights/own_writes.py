@@ -43,7 +43,7 @@ class OwnWrites:
 
     def after(self) -> bool:
         """Whether the forward has written weights; ``carry_over`` has to follow then."""
-        if self._count() != self._counters:
+        if [*map(_VERSION, self._params)] != self._counters:  # as _count does; a call less
             return True
         self._old = {}
         return False
@@ -76,8 +76,9 @@ class OwnWrites:
 
     def check(self, stage: int) -> None:
         """Raise RuntimeError if a parameter was written outside of a forward."""
-        if self._idle:
-            self._counters = self._count()
+        counters = [*map(_VERSION, self._params)]
+        if self._idle or (counters == self._counters and not self._bits):
+            self._counters = counters
             return
         bits, self._bits = self._bits, {}
         now = self._all_bits() if bits else {}

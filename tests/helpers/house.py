@@ -25,9 +25,9 @@ DOCUMENTED = {f"spectrain_ext.{name}" for name in ("cli.__main__", "operators.la
 
 #: Whoever gets below a ceiling lowers it. Raising one takes a sentence in CHANGELOG.md.
 CEILINGS = {
-    "package, lines": 32247,
+    "package, lines": 32248,
     "package, files": 146,
-    "core, lines": 12738,
+    "core, lines": 12739,
     "core, files": 58,
     "csrc, lines": 5266,
     "bench, lines": 8228,
