@@ -48,7 +48,7 @@ from .failures import (
     wake_stopped,
     write_report,
 )
-from .store import CONNECT_SECONDS, connection, own_store
+from .store import CONNECT_SECONDS, connection, own_store, store_at
 
 FAILED = "failed"  # the store's key of the first cause
 
@@ -71,7 +71,7 @@ class Board:
         kept_elsewhere: bool = False,
     ) -> None:
         self._kept_elsewhere = kept_elsewhere
-        self._kept: Store | None = None  # by rank 0, beside that
+        self._keeps_own = False  # whether rank 0 keeps one beside that
         self.rank, self.ranks, self.timeout, self.grace = rank, ranks, timeout, grace
         self.changed = threading.Condition()  # notified when a condition of ``wait`` may hold
         self.interval = min(max(timeout / 20, 0.02), 1.0)  # seconds between two heartbeats
@@ -115,9 +115,9 @@ class Board:
         if outlived is None or (error is not None and is_broken_connection(error)):
             cause, waited = self._without_store(error), monotonic() - began
             raise self._rank_error(cause, "the store", waited) from error
-        if isinstance(error, (TimeoutError, ConnectionError)):
-            reason = str(error) or f"it has not come within {limit:.1f} s"
-            raise self._rank_error(Cause(0, f"meeting: {reason}"), None, 0.0) from error
+        if isinstance(error, TimeoutError):
+            late = Cause(0, f"meeting: it has not come within {limit:.1f} s")
+            raise self._rank_error(late, None, 0.0) from error
         if error is not None:
             raise error
         if outlived:
@@ -135,10 +135,12 @@ class Board:
         # a connection of its own: rendezvous of process groups block the given one
         self._store = connection(store, CONNECT_SECONDS, self.timeout)
         if self._kept_elsewhere and not outlived:
-            self._kept = own_store(self._store, self.rank == 0, until)
-            if self._kept is not None:
+            self._kept, where = own_store(self._store, self.rank == 0, until)
+            if where is not None:
                 self._store.set(key, "in another store")
-                self._store = connection(self._kept, CONNECT_SECONDS, self.timeout)
+                self._keeps_own = True
+                patience = timedelta(seconds=CONNECT_SECONDS)
+                self._store = store_at(*where, listen=False, timeout=patience)
         for each in self._keys:  # reading a missing key would block
             self._store.compare_set(each, "", "")
         self._store.compare_set(FAILED, "", "")
@@ -422,7 +424,7 @@ class Board:
             reason = f"the store has an entry that no rank of this version writes: {error}"
         elif error is not None:
             reason += f": {describe_error(error)}"
-        elsewhere = self._kept_elsewhere and (of_group or self._kept is None)
+        elsewhere = self._kept_elsewhere and (of_group or not self._keeps_own)
         place = "of the process group, not of this pipeline" if elsewhere else self.beats[0]
         return Cause(0, f"{place}: {reason}")
 

@@ -16,7 +16,7 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistStoreError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from spectrain_ext.errors import CheckpointError
@@ -156,31 +156,26 @@ def store_at(
     return store
 
 
-def own_store(store: Store, keeps: bool, until: float) -> Store | None:
+def own_store(
+    store: Store, keeps: bool, until: float
+) -> tuple[Store | None, tuple[str, int] | None]:
     """Let one rank keep a store for some others, which then need the group's no more.
 
-    None if it cannot tell under which address they reach it. TimeoutError if it has not come until
-    then, as ``monotonic`` counts; ConnectionError if they cannot reach it.
+    Returns the store, for the rank that keeps it, and its address and port; None if that rank
+    cannot tell one. TimeoutError if it has not come until then, as ``monotonic`` counts.
     """
+    made, where = None, None
     if keeps:
-        made, where = None, None
         with suppress(OSError):  # there is no way, or it cannot listen
             if (address := _address_towards(store)) is not None:
                 made = store_at(address, 0, listen=True)
                 where = address, made.port  # type: ignore[attr-defined]
         store.set(_KEPT, json.dumps(where))
-        return made
-    if not _key_appears(store, _KEPT, timedelta(seconds=max(0.0, until - monotonic()))):
+    elif not _key_appears(store, _KEPT, timedelta(seconds=max(0.0, until - monotonic()))):
         raise TimeoutError
-    where = json.loads(store.get(_KEPT))
-    if where is None:
-        return None
-    try:
-        left = max(0.8, until - monotonic()) / 2  # torch tries twice
-        return store_at(*where, listen=False, timeout=timedelta(seconds=left))
-    except (DistNetworkError, DistStoreError) as error:
-        reason = f"the store that it keeps at {where[0]}, port {where[1]}, cannot be reached"
-        raise ConnectionError(reason) from error
+    else:
+        where = json.loads(store.get(_KEPT))
+    return made, where
 
 
 def _address_towards(store: Store) -> str | None:

@@ -25,14 +25,14 @@ DOCUMENTED = {f"spectrain_ext.{name}" for name in ("cli.__main__", "operators.la
 
 #: Whoever gets below a ceiling lowers it. Raising one takes a sentence in CHANGELOG.md.
 CEILINGS = {
-    "package, lines": 32248,
+    "package, lines": 32245,
     "package, files": 146,
     "core, lines": 12739,
     "core, files": 58,
     "csrc, lines": 5266,
     "bench, lines": 8228,
     "studies, lines": 5368,
-    "tests, lines": 42473,
+    "tests, lines": 42474,
     "tests that import inner modules": 14,
     "manual, words": 30207,
     "arguments of Pipeline": 15,
