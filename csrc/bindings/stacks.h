@@ -24,8 +24,8 @@ class NoCollection {
 //
 // A frame of another thread is valid until the GIL is released. Following it allocates objects, and
 // in CPython 3.11 that may collect garbage, whose finalizers release the GIL: a program that does
-// so in Python (traceback.walk_stack) crashes or hangs. faulthandler.dump_traceback crashes if C++
-// code lets a thread enter Python just then. Here neither Python code nor a collection runs.
+// so in Python (traceback.walk_stack) crashes. faulthandler.dump_traceback crashes if C++ code lets
+// a thread enter Python just then. Here neither Python code nor a collection runs.
 //
 // Without the GIL no frame of a running thread may be read, so nothing is found.
 inline py::dict stacks() {

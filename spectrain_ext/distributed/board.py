@@ -72,6 +72,7 @@ class Board:
     ) -> None:
         self._kept_elsewhere = kept_elsewhere
         self._keeps_own = False  # whether rank 0 keeps one beside that
+        self._kept: Store | None = None  # that one, on rank 0: it ends with this object
         self.rank, self.ranks, self.timeout, self.grace = rank, ranks, timeout, grace
         self.changed = threading.Condition()  # notified when a condition of ``wait`` may hold
         self.interval = min(max(timeout / 20, 0.02), 1.0)  # seconds between two heartbeats

@@ -234,6 +234,7 @@ def _check_memory(modules: Mapping[int, nn.Module]) -> None:
 def _spans(modules: Mapping[int, nn.Module]) -> Iterator[_Span]:
     """Yield the memory of parameters, buffers and tensors in attributes, of each tensor once."""
     seen: set[Tensor] = set()
+    parameters = {p for module in modules.values() for p in module.parameters()}
     for k, module in modules.items():
         named: list[tuple[str, str, Tensor]] = []
         named += [("parameter", *each) for each in module.named_parameters()]
@@ -244,7 +245,7 @@ def _spans(modules: Mapping[int, nn.Module]) -> Iterator[_Span]:
             for leaf, value in vars(part).items():
                 where = f"{name}.{leaf}".removeprefix(".")
                 for held in tree_leaves(value):
-                    if isinstance(held, Tensor) and not isinstance(held, nn.Parameter):
+                    if isinstance(held, Tensor) and held not in parameters:
                         named.append(("attribute", where, held))
         for kind, name, tensor in named:
             local = local_part(tensor)

@@ -25,16 +25,16 @@ DOCUMENTED = {f"spectrain_ext.{name}" for name in ("cli.__main__", "operators.la
 
 #: Whoever gets below a ceiling lowers it. Raising one takes a sentence in CHANGELOG.md.
 CEILINGS = {
-    "package, lines": 32245,
+    "package, lines": 32247,
     "package, files": 146,
-    "core, lines": 12739,
+    "core, lines": 12740,
     "core, files": 58,
     "csrc, lines": 5266,
     "bench, lines": 8228,
     "studies, lines": 5368,
-    "tests, lines": 42474,
+    "tests, lines": 42480,
     "tests that import inner modules": 14,
-    "manual, words": 30207,
+    "manual, words": 30212,
     "arguments of Pipeline": 15,
     "arguments of DistributedPipeline": 18,
     "names in spectrain_ext": 42,

@@ -266,6 +266,11 @@ def with_an_attribute(first, second):
     return [first, second]
 
 
+def with_an_unregistered_parameter(first, second):
+    vars(second)["hidden"] = nn.Parameter(first.weight.data)
+    return [first, second]
+
+
 def with_a_list(first, second):
     second.rows = {"of the first": [None, *first.weight.data]}
     return [first, second]
@@ -279,6 +284,7 @@ def with_a_list(first, second):
         (with_a_frozen_part, r"stages\[1\]: parameter 'weight' .* parameter 'part' of stages\[0\]"),
         (with_a_buffer, r"stages\[0\]: buffer 'old' .* parameter 'weight' .*share the Parameter"),
         (with_an_attribute, r"stages\[1\]: attribute 'row' .* parameter 'weight' of stages\[0\]"),
+        (with_an_unregistered_parameter, r"attribute 'hidden' .* parameter 'weight' of stages\[0"),
         (with_a_list, r"stages\[1\]: attribute 'rows' .* parameter 'weight' of stages\[0\]"),
     ],
 )
