@@ -32,7 +32,7 @@ from spectrain_ext.method import rules_at
 from spectrain_ext.pipeline.passes import Handler
 from spectrain_ext.pipeline.stage_run import StageRun
 from spectrain_ext.schedule import Kind
-from spectrain_ext.simulation import streams, validate
+from spectrain_ext.tools.simulation import streams, validate
 from spectrain_ext.weights.storage import ALIGNMENT
 
 STAGES = 4

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spectrain_ext.simulation import (
+from spectrain_ext.tools.simulation import (
     Durations,
     device_order,
     simulate,

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZBVZeroBubble
 
 import spectrain_ext as st
-from spectrain_ext.planning import Link
+from spectrain_ext.tools.planning import Link
 from studies.settings import settle
 from studies.slow_links import SETTINGS, TEXT, step_over_wires
 from studies.study import Cell, maker_in, search

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import spectrain_ext as st
 from spectrain_ext.method import find_method
 from spectrain_ext.partitioning import cut_at
-from spectrain_ext.planning import Link, measure_layers
-from spectrain_ext.planning.costs import Costs, Setting, Way
+from spectrain_ext.tools.planning import Link, measure_layers
+from spectrain_ext.tools.planning.costs import Costs, Setting, Way
 
 _SIZES = (1 << 14, 1 << 20)  # bytes of a message
 _TIMES, _WARM = 40, 8

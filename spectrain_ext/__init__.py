@@ -1,6 +1,7 @@
 """Fused weight prediction, and asynchronous pipeline training that uses it (SpecTrain)."""
 
 import logging as _logging
+import sys as _sys
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 from typing import Any as _Any
@@ -28,6 +29,8 @@ except ModuleNotFoundError as _error:
 from spectrain_ext import operators as _operators
 from spectrain_ext import optim
 from spectrain_ext.errors import CheckpointError, RankError, StageError
+from spectrain_ext.later import NAMES as _NAMES
+from spectrain_ext.later import Moved as _Moved
 from spectrain_ext.method import (
     Method,
     Phase,
@@ -43,14 +46,12 @@ from spectrain_ext.pipeline import Microbatches, Pipeline
 from spectrain_ext.schedule import ScheduleError
 
 if TYPE_CHECKING:
-    from spectrain_ext import checkpoint, codecs, partitioning, passes
+    from spectrain_ext import checkpoint, partitioning, passes
     from spectrain_ext.distributed import DistributedPipeline, join_ranks
-    from spectrain_ext.observation import Metrics, Trace
     from spectrain_ext.operators import (
         Plan,
         adam_predict,
         adam_step_,
-        averaging,
         corrections,
         distance,
         extrapolate,
@@ -62,8 +63,11 @@ if TYPE_CHECKING:
         stash_predict_,
         swap_,
     )
-    from spectrain_ext.partitioning import materialize, partition
-    from spectrain_ext.pipeline.observer import Observer
+    from spectrain_ext.partitioning import partition
+    from spectrain_ext.passes import averaging, codecs
+    from spectrain_ext.pipeline import Observer
+    from spectrain_ext.tools.metrics import Metrics, Trace
+    from spectrain_ext.tools.models import materialize
 
 # The library logs to configured handlers only.
 _logging.getLogger(__name__).addHandler(_logging.NullHandler())
@@ -119,26 +123,29 @@ __all__ = [
 # Loaded on first use: torch.distributed.checkpoint alone takes as long to import as torch. Each is
 # a module, or in one.
 _LATER = {
+    **_NAMES,
     "DistributedPipeline": "distributed",
-    "Metrics": "observation",
-    "Observer": "pipeline.observer",
-    "Trace": "observation",
+    "Observer": "pipeline",
+    "averaging": "passes.averaging",
     "checkpoint": "checkpoint",
-    "codecs": "codecs",
+    "codecs": "passes.codecs",
     "join_ranks": "distributed",
-    "materialize": "partitioning",
     "partition": "partitioning",
     "partitioning": "partitioning",
     "passes": "passes",
+    "tools": "tools",
     **dict.fromkeys(_operators.__all__, "operators"),
 }
+_sys.meta_path.append(_Moved)
 
 
 def __getattr__(name: str) -> _Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = _import_module(f"{__name__}.{_LATER[name]}")
-    value = globals()[name] = module if _LATER[name] == name else getattr(module, name)
+    room = _LATER[name]
+    module = _import_module(f"{__name__}.{room}")
+    is_module = room.rpartition(".")[2] == name
+    value = globals()[name] = module if is_module else getattr(module, name)
     return value
 
 

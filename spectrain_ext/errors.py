@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+import reprlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
+from numbers import Real
+from typing import Any, TypeVar
 
 import torch
+
+Made = TypeVar("Made")
+
+_MOST = 10**18  # limit of numbers, so that sums, products and squares stay finite
 
 # Pickle makes these again from their positional arguments.
 
@@ -114,6 +121,36 @@ def check_int(where: str, value: object, least: int) -> None:
         raise TypeError(f"{where}: expected an int, got {type(value).__name__}")
     if value < least:
         raise ValueError(f"{where}: expected at least {least}, got {value}")
+
+
+def check_number(name: str, value: float, least: float = 0) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}: expected a number, got {reprlib.repr(value)}")
+    if not least <= value <= _MOST:
+        raise ValueError(
+            f"{name}: expected a number from {least} to {_MOST:.0e}, got {reprlib.repr(value)}"
+        )
+
+
+def one_each(name: str, values: float | Sequence[float], count: int, of: str) -> tuple[float, ...]:
+    """Return ``count`` positive numbers: ``values``, or the single one repeated."""
+    numbers = tuple(values) if isinstance(values, Sequence) else (values,) * count
+    if len(numbers) != count:
+        raise ValueError(f"{name}: expected one per {of} ({count}), got {len(numbers)}")
+    for number in numbers:
+        check_number(name, number, 1 / _MOST)
+    return numbers
+
+
+def made_of(kind: Callable[..., Made], entries: Sequence[Any], where: str) -> tuple[Made, ...]:
+    """Make objects from a file's entries; an error names the entry."""
+    made = []
+    for number, fields in enumerate(entries):
+        try:
+            made.append(kind(**fields))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{where}[{number}]: {error}") from error
+    return tuple(made)
 
 
 def describe_error(error: BaseException) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 States = list[Tensor]
 
@@ -106,3 +106,11 @@ def mixed_seed(seed: int, index: int) -> int:
     """Return a seed for an index; with seed + index, neighboring seeds would share numbers."""
     mixed = (seed * 6364136223846793005 + (index + 1) * 1442695040888963407) % 2**64
     return (mixed ^ (mixed >> 31)) % 2**63
+
+
+@contextmanager
+def forked_rng(blocks: Iterable[nn.Module]) -> Iterator[None]:
+    devices = {t.device.index for b in blocks for t in b.parameters() if t.device.type == "cuda"}
+    cuda = sorted(index for index in devices if index is not None)
+    with RNG_LOCK, torch.random.fork_rng(devices=cuda):
+        yield

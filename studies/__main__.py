@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from spectrain_ext.cli.__main__ import Group
+from spectrain_ext.tools.commands.__main__ import Group
 
 from .slow_links import slow_links
 from .study_command import study

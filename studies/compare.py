@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from spectrain_ext.cli.doctor import threads
-from spectrain_ext.cli.options import method_of
+from spectrain_ext.tools.commands.doctor import threads
+from spectrain_ext.tools.commands.options import method_of
 
 from .pipelines import build_pipeline, synchronize
 from .progress import Progress

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from spectrain_ext.cli.options import method_of
 from spectrain_ext.method import Method, delay, find_method, hybrid
 from spectrain_ext.method.formulas import RatesByDelay, rest_of_delay
-from spectrain_ext.operators.averaging import Averaging, Elastic
+from spectrain_ext.passes.averaging import Averaging, Elastic
 from spectrain_ext.schedule import Law
+from spectrain_ext.tools.commands.options import method_of
 
 from .sparse import Sparse
 

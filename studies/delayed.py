@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from spectrain_ext.codecs import Codec
 from spectrain_ext.method import (
     Method,
     check_optimizer,
@@ -30,7 +29,8 @@ from spectrain_ext.method import (
     places_of,
     rules_at,
 )
-from spectrain_ext.operators.averaging import Averaging, Exchange, in_a_row, taken_apart
+from spectrain_ext.passes.averaging import Averaging, Exchange
+from spectrain_ext.passes.codecs import Codec
 from spectrain_ext.passes.compress import packed_message, unpacked_message
 from spectrain_ext.pipeline.ties import Copy, copies_of
 from spectrain_ext.pipeline.updates import gradient_norm
@@ -38,7 +38,7 @@ from spectrain_ext.schedule import Generator, Instruction, Kind, Place, find_gen
 from spectrain_ext.transport import Buffer, Message
 from spectrain_ext.transport.message import TENSOR
 from spectrain_ext.weights import StageWeights
-from spectrain_ext.weights.storage import Content, Flat, VersionBuffer
+from spectrain_ext.weights.storage import Content, Flat, VersionBuffer, in_a_row, taken_apart
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler

@@ -12,11 +12,11 @@ from typing import Any
 
 from rich.table import Table
 
-from spectrain_ext.cli.options import plain_table
 from spectrain_ext.extras import picture
 from spectrain_ext.files import finite, replace_file
 from spectrain_ext.method import delay_under, phase_places, phases_of
 from spectrain_ext.schedule import flushes
+from spectrain_ext.tools.commands.options import plain_table
 
 from .contenders import contender
 from .delayed import uniform_places

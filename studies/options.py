@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from spectrain_ext.cli.options import FEW, names
+from spectrain_ext.tools.commands.options import FEW, names
 
 
 class OptionError(ValueError):

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from spectrain_ext.cli.options import method_of, own_failures
 from spectrain_ext.method import Method, check, in_words, places_of
 from spectrain_ext.pipeline.pipeline import Pipeline
+from spectrain_ext.tools.commands.options import method_of, own_failures
 
 from .optimizers import make_optimizer
 from .options import OptionError

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spectrain_ext._C import build_info
-from spectrain_ext.cli.options import method_of
+from spectrain_ext.tools.commands.options import method_of
 
 from .looks import looks
 from .pictures import draw_losses, draw_losses_over_time

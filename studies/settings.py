@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import torch
 
-from spectrain_ext.cli.options import method_of
 from spectrain_ext.method import Method, methods, microbatches_of
+from spectrain_ext.tools.commands.options import method_of
 
 from .options import OptionError
 from .workload import OFFERED, parameters_of, start_rate

@@ -22,13 +22,13 @@ import click
 import torch
 from rich.table import Table
 
-from spectrain_ext.cli.doctor import cpu_name
-from spectrain_ext.cli.options import FEW, plain_console, plain_table
-from spectrain_ext.codecs import NAMES, packed_bytes
 from spectrain_ext.extras import picture, require, require_matplotlib
-from spectrain_ext.planning import LINKS
-from spectrain_ext.simulation import summarize
-from spectrain_ext.timelines import simulate_method
+from spectrain_ext.passes.codecs import NAMES, packed_bytes
+from spectrain_ext.tools.commands.doctor import cpu_name
+from spectrain_ext.tools.commands.options import FEW, plain_console, plain_table
+from spectrain_ext.tools.planning import LINKS
+from spectrain_ext.tools.simulation import summarize
+from spectrain_ext.tools.timelines import simulate_method
 
 from . import REMEDY
 from .frontier import Interval, least, updates_to, write_rows

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from spectrain_ext.errors import check_int
-from spectrain_ext.operators.averaging import Averager, Averaging, Exchange, fitting, summed
+from spectrain_ext.passes.averaging import Averager, Averaging, Exchange, fitting, summed
 from spectrain_ext.rng import mixed_seed
 
 

@@ -21,9 +21,9 @@ from typing import Any, Self
 
 import torch
 
-from spectrain_ext.codecs import NAMES
 from spectrain_ext.files import read_json
 from spectrain_ext.method import check, find_method, phases_of
+from spectrain_ext.passes.codecs import NAMES
 from spectrain_ext.schedule import flushes
 
 from .builtin import maker_of

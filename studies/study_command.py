@@ -10,9 +10,9 @@ from typing import Any, get_args
 
 import click
 
-from spectrain_ext.cli.doctor import cpu_name
-from spectrain_ext.cli.options import FEW, POSITIVE, names, own_failures, plain_console
 from spectrain_ext.extras import require, require_matplotlib
+from spectrain_ext.tools.commands.doctor import cpu_name
+from spectrain_ext.tools.commands.options import FEW, POSITIVE, names, own_failures, plain_console
 
 from . import REMEDY
 from .contenders import STUDIES, USUAL, Study

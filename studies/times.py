@@ -10,14 +10,20 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from spectrain_ext.cli.doctor import threads
-from spectrain_ext.cli.options import method_of
 from spectrain_ext.extras import picture
 from spectrain_ext.method import Method, find_method, microbatches_of
 from spectrain_ext.schedule import Kind
-from spectrain_ext.simulation import Span, summarize
-from spectrain_ext.timelines import devices_under, simulate_method
-from spectrain_ext.timelines.timeline import COMPUTED, Rows, draw_legend, draw_rows, finish_axes
+from spectrain_ext.tools.commands.doctor import threads
+from spectrain_ext.tools.commands.options import method_of
+from spectrain_ext.tools.simulation import Span, summarize
+from spectrain_ext.tools.timelines import devices_under, simulate_method
+from spectrain_ext.tools.timelines.timeline import (
+    COMPUTED,
+    Rows,
+    draw_legend,
+    draw_rows,
+    finish_axes,
+)
 
 from .looks import REFERENCE
 from .pipelines import synchronize

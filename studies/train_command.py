@@ -7,10 +7,17 @@ from typing import Any
 import click
 from rich.text import Text
 
-from spectrain_ext.cli.options import FEW, MANY, POSITIVE, names, own_failures, plain_console
 from spectrain_ext.errors import StageError
 from spectrain_ext.extras import require_matplotlib
 from spectrain_ext.method import find_method
+from spectrain_ext.tools.commands.options import (
+    FEW,
+    MANY,
+    POSITIVE,
+    names,
+    own_failures,
+    plain_console,
+)
 
 from .builtin import maker_of
 from .compare import train_all

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from spectrain_ext.cli.options import imported, is_imported, method_of
 from spectrain_ext.method import Method
+from spectrain_ext.tools.commands.options import imported, is_imported, method_of
 
 from .models.building import cut_evenly, seeded
 from .options import OptionError

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from spectrain_ext.planning import measure_layers, write_layers
+from spectrain_ext.tools.planning import measure_layers, write_layers
 from studies.examples import blocks_and_batch
 
 from .cases import Cases

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from spectrain_ext import _C
-from spectrain_ext.cli.doctor import cpu_name, installed
+from spectrain_ext.tools.commands.doctor import cpu_name, installed
 from spectrain_ext.files import finite
 from spectrain_ext.threads import cores
 

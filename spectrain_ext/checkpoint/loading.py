@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from spectrain_ext.distributed.store import Peers
 from spectrain_ext.errors import CheckpointError
 from spectrain_ext.files import identity, present
-from spectrain_ext.partitioning.materializing import unexpected
+from spectrain_ext.later import later
 from spectrain_ext.pipeline.pipeline import Pipeline
 
 from . import storage
@@ -159,7 +159,8 @@ def _load(
         states = [(item, item.match(view)) for item, view in zip(weights, views, strict=True)]
         base = base_of(body)
         unknown = (weights_of(body).keys() | (base or {}).keys()) - known
-        unknown = {*unexpected(unknown, [part.module for part in parts])}
+        if unknown:  # but for what transformers ignores
+            unknown = {*later("unexpected")(unknown, [part.module for part in parts])}
         if unknown:
             raise ValueError(
                 f"has {min(unknown)!r}, which the model has not ({len(unknown)} such tensors)"

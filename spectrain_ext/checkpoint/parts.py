@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from spectrain_ext.cutting import cut_of
 from spectrain_ext.distributed.pipeline import DistributedPipeline
 from spectrain_ext.passes import AverageWeights, averagers
 from spectrain_ext.pipeline.names import bare, full_names
@@ -187,7 +188,7 @@ def parts_of(
         names = _names(module, f"{k}.")
         copies = copies_in(target._copies, k).values()
         tied = {names[key]: names_elsewhere(copy) for copy in copies for key in copy.names}
-        buffers = getattr(module, "copied_buffers", ())  # that an earlier stage saves
+        buffers = cut_of(module).copied_buffers  # that an earlier stage saves
         for key, name in names.items():
             # in one process another module may replace the earlier stage
             if bare(key) in buffers and (over_ranks or name in known):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from spectrain_ext.cutting import cut_of
 from spectrain_ext.method import Method, find_method
 from spectrain_ext.passes import averagers
 from spectrain_ext.pipeline.batch import SplitDim
@@ -211,9 +212,9 @@ class DistributedPipeline(Pipeline):
         The pipeline cannot run again after a failure.
         """
         elsewhere = sorted(set(range(len(self.replicas))).difference(self._processes.indices))
-        noted = (getattr(stage, "uncut", None) for stage in self.children() if elsewhere)
-        for uncut in filter(None, noted):
-            uncut.trained_elsewhere(elsewhere)
+        for origin in {cut_of(stage).origin for stage in self.children()}:
+            if origin is not None and elsewhere:
+                origin.trained_elsewhere(elsewhere)
         run = super().run(self._own_batches(batches), trace=trace, keep=keep)
         self._board.latest_run = ref(run)
         return run

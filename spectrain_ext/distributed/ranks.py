@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spectrain_ext.cutting import cut_of
 from spectrain_ext.method import Method, check_replicas, phases_of
 from spectrain_ext.passes import ShareLoss
-from spectrain_ext.pipeline.arguments import check_trains, cut_place
+from spectrain_ext.pipeline.arguments import check_trains
 from spectrain_ext.pipeline.edges import Traffic
 from spectrain_ext.pipeline.losses import Result, mean_of
 from spectrain_ext.pipeline.passes import Handler, Pass
@@ -112,7 +113,7 @@ class Ranks(Processes):
             },
             {
                 "copies": [[*copy.member, look_of(copy.held)] for copy in copies],
-                "cut": [[s.index, cut_place(s.module)] for s in stages],
+                "cut": [[s.index, cut_of(s.module).place] for s in stages],
                 "hidden": hidden_use(s.weights for s in stages),
                 "trains": any(stage.weights is not None for stage in stages),
                 "start": {

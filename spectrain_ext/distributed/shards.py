@@ -17,15 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from spectrain_ext.operators.averaging import in_a_row, taken_apart
+from spectrain_ext.cutting import cut_of
 from spectrain_ext.optim import PredictingOptimizer
 from spectrain_ext.passes.offload import Saving
 from spectrain_ext.pipeline.passes import Handler, Pass
-from spectrain_ext.pipeline.ties import ATTRIBUTE
 from spectrain_ext.pipeline.updates import gradient_norm
 from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import Message
-from spectrain_ext.weights.storage import local_part, unchanged
+from spectrain_ext.weights.storage import in_a_row, local_part, taken_apart, unchanged
 
 if TYPE_CHECKING:
     from spectrain_ext.pipeline.stage import Stage
@@ -64,7 +63,7 @@ def prepare(modules: Sequence[nn.Module], mesh: DeviceMesh) -> None:
                     f"{what} is {p.placements} on {p.device_mesh}; expected Shard or Replicate on "
                     f"the dimension 'tp' of the mesh that the pipeline got as group, {mesh}"
                 )
-            if name in getattr(module, ATTRIBUTE, {}) or owners.setdefault(p, module) is not module:
+            if name in cut_of(module).ties or owners.setdefault(p, module) is not module:
                 raise ValueError(
                     f"{what} is tied to another stage; leave tied weights out of the plan of both "
                     "stages, or untie them"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from . import laws
 
 if TYPE_CHECKING:
-    from . import averaging, corrections
+    from . import corrections
     from .functions import (
         adam_predict,
         distance,
@@ -25,7 +25,6 @@ __all__ = [
     "Plan",
     "adam_predict",
     "adam_step_",
-    "averaging",
     "corrections",
     "distance",
     "extrapolate",
@@ -44,7 +43,7 @@ def __getattr__(name: str) -> Any:
     # A pipeline calls none of them. The first one registers all in torch.ops.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name in ("averaging", "corrections"):
+    if name == "corrections":
         return import_module(f".{name}", __name__)
     for file in ("functions", "steps", "plan"):
         operators = vars(import_module(f".{file}", __name__))

@@ -11,12 +11,14 @@ from weakref import ref
 
 from torch import Tensor, nn
 
+from spectrain_ext.cutting import BatchColumns, Cut, change_cut, cut_of
+from spectrain_ext.modules import is_valueless, slots_of
 from spectrain_ext.transport.message import Value
 
-from .own_loss import NO_LOSS
 from .profile import Profile, Tie, measure, profile_by_parameters
-from .programs import TracedStage
-from .tensors import is_valueless, slots_of
+
+#: Why a model has no loss.
+NO_LOSS = "the model has no loss of its own that is known; give a loss_fn"
 
 
 class Slice(nn.Sequential):
@@ -24,15 +26,12 @@ class Slice(nn.Sequential):
 
     def __init__(self, blocks: Iterable[nn.Module], names: Sequence[str]) -> None:
         super().__init__(*blocks)
-        self._names = tuple(names)
-
-    def full_name(self, name: str) -> str:
-        """Return the uncut model's name of a parameter or module buffer of this stage."""
-        position, _, rest = name.partition(".")
-        block = self[int(position)]
-        if isinstance(block, TracedStage):  # has the model's names already
-            return block.full_name(rest)
-        return f"{self._names[int(position)]}.{rest}"
+        prefixes: dict[str, str] = {}
+        for n, (block, name) in enumerate(zip(self, names, strict=True)):
+            inner = cut_of(block).prefixes  # one that has the model's names already
+            own = {"": f"{name}."} if inner is None else inner
+            prefixes |= {f"{n}.{here}": there for here, there in own.items()}
+        self.cut = Cut(prefixes=prefixes)
 
 
 def blocks_of(model: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
@@ -113,8 +112,8 @@ def ties_of(
                     continue
                 if kind == "buffer" and is_constant(part):
                     continue
-                if callable(known := getattr(block, "full_name", None)):
-                    what = f"{kind} {known(name)!r}, which {kinds} {first} and {index} use"
+                if (cut := cut_of(block)).prefixes is not None:
+                    what = f"{kind} {cut.full_name(name)!r}, which {kinds} {first} and {index} use"
                 else:
                     one, other = f"{first}.{its_name}".rstrip("."), f"{index}.{name}".rstrip(".")
                     what = f"{kind} {one!r}, which is {other!r} too"
@@ -126,44 +125,51 @@ def ties_of(
 
 
 def mark_ties(stages: Sequence[nn.Module]) -> None:
-    """Record in each stage which of its parameters an earlier stage holds too.
+    """Record in each stage's ``cut.ties`` which of its parameters an earlier stage holds too.
 
-    ``stage.tied_parameters`` then maps their names to (first stage with the parameter, its name
-    there). ``DistributedPipeline`` needs this, because it sees only its own stage; ``Pipeline``
-    recognizes the shared objects.
+    ``partition`` and ``cut_at`` do this. For stages of your own see ``Cut``.
     """
     homes: dict[nn.Parameter, tuple[int, str]] = {}
     for k, stage in enumerate(stages):
         named = list(stage.named_parameters(remove_duplicate=False))
         tied = {name: homes[p] for name, p in named if p in homes}
         if tied:
-            stage.tied_parameters = tied  # type: ignore[assignment]
+            change_cut(stage, f"stages[{k}]", ties=tied)
         for name, p in named:
             homes.setdefault(p, (k, name))
 
 
-def mark(stages: Sequence[Any], model: nn.Module | Sequence[nn.Module]) -> None:
-    """Record in every stage its model, its place in the cut, the names, and copies of buffers.
-
-    Pipelines check the places with ``check_order``. ``materialize`` uses the names to tell which
-    tensors a file may hold, and under which names a tied tensor may be stored. A buffer that an
-    earlier stage holds under the same name is a copy: the earlier stage saves it, and both load it.
-    """
+def mark(
+    stages: Sequence[nn.Module],
+    model: nn.Module | Sequence[nn.Module],
+    columns: BatchColumns | None = None,  # that the first stage takes
+) -> None:
+    """Record in every stage what it cannot know alone: see ``Cut``."""
     mark_ties(stages)
-    uncut = _Uncut(model) if isinstance(model, nn.Module) else None
-    tied: dict[Tensor, list[str]] = {}
+    origin = _Uncut(model) if isinstance(model, nn.Module) else None
+    known: dict[Tensor, list[str]] = {}
     buffers: set[str] = set()
-    for k, stage in enumerate(stages):
-        stage.cut_place, stage.uncut = (k, len(stages)), uncut
-        for _, _, name, tensor in slots_of(stage):
-            tied.setdefault(tensor, []).append(stage.full_name(name))
-        own = {n: stage.full_name(n) for n, _ in stage.named_buffers(remove_duplicate=False)}
-        stage.copied_buffers = frozenset(name for name, full in own.items() if full in buffers)
-        buffers.update(own.values())
-    names = frozenset(chain.from_iterable(tied.values()))
+    copied: list[frozenset[str]] = []
     for stage in stages:
-        stage.cut_names = names
-        stage.tied_names = {n: tied[t] for _, _, n, t in slots_of(stage) if len(tied[t]) > 1}
+        full_name = cut_of(stage).full_name
+        for _, _, name, tensor in slots_of(stage):
+            known.setdefault(tensor, []).append(full_name(name))
+        own = {name: full_name(name) for name, _ in stage.named_buffers(remove_duplicate=False)}
+        copied.append(frozenset(name for name, full in own.items() if full in buffers))
+        buffers.update(own.values())
+    names = frozenset(chain.from_iterable(known.values()))
+    for k, stage in enumerate(stages):
+        change_cut(
+            stage,
+            f"stages[{k}]",
+            index=k,
+            count=len(stages),
+            copied_buffers=copied[k],
+            columns=None if k else columns,
+            names=names,
+            tied_names={n: known[t] for _, _, n, t in slots_of(stage) if len(known[t]) > 1},
+            origin=origin,
+        )
 
 
 class _Uncut:

@@ -12,7 +12,9 @@ from itertools import accumulate, pairwise, zip_longest
 from numbers import Integral
 from typing import Any, Protocol
 
-from .profile import BlockProfile, Profile, Tie, made_of, one_each
+from spectrain_ext.errors import made_of, one_each
+
+from .profile import BlockProfile, Profile, Tie
 
 _LARGEST = 1 << 24  # bytes of a plan's file
 
@@ -44,7 +46,7 @@ class StageEstimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Division:
     """A division of blocks into stages; ``print`` shows it as a table.
 
     Attributes:
@@ -103,7 +105,7 @@ def cut(
     bandwidth: float | Sequence[float] | None = None,
     memory_limit: int | Sequence[int] | None = None,
     replicas: Sequence[int] | None = None,
-) -> Cut:
+) -> Division:
     """Return the division with the fastest slowest stage; of equal ones, the most even.
 
     A stage's time is that of its blocks divided by its speed and replicas, plus, with a
@@ -195,7 +197,7 @@ def cut(
                 " to ".join(filter(None, names)),
             )
         )
-    return Cut(ends, tuple(stages))
+    return Division(ends, tuple(stages))
 
 
 def check_stages(n_stages: int, blocks: int) -> None:

@@ -2,61 +2,25 @@
 
 from __future__ import annotations
 
-import reprlib
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from numbers import Real
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from spectrain_ext.rng import RNG_LOCK
+from spectrain_ext.errors import check_number
+from spectrain_ext.modules import is_valueless, modes_kept, set_mode, untouched
+from spectrain_ext.rng import forked_rng
 from spectrain_ext.transport.message import Value, as_value, each, refused, tensors_in
 
-from .outline import modes_kept, set_mode
-from .tensors import is_valueless
-
 _CACHE = 4 * 2**20  # bytes, more than a core's own caches
-_MOST = 10**18  # limit of a profile's numbers, so that sums, products and squares stay finite
-
-Made = TypeVar("Made")
-
-
-def check_number(name: str, value: float, least: float = 0) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name}: expected a number, got {reprlib.repr(value)}")
-    if not least <= value <= _MOST:
-        raise ValueError(
-            f"{name}: expected a number from {least} to {_MOST:.0e}, got {reprlib.repr(value)}"
-        )
-
-
-def one_each(name: str, values: float | Sequence[float], count: int, of: str) -> tuple[float, ...]:
-    """Return ``count`` positive numbers: ``values``, or the single one repeated."""
-    numbers = tuple(values) if isinstance(values, Sequence) else (values,) * count
-    if len(numbers) != count:
-        raise ValueError(f"{name}: expected one per {of} ({count}), got {len(numbers)}")
-    for number in numbers:
-        check_number(name, number, 1 / _MOST)
-    return numbers
-
-
-def made_of(kind: Callable[..., Made], entries: Sequence[Any], where: str) -> tuple[Made, ...]:
-    """Make objects from a file's entries; an error names the entry."""
-    made = []
-    for number, fields in enumerate(entries):
-        try:
-            made.append(kind(**fields))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{where}[{number}]: {error}") from error
-    return tuple(made)
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,14 +268,6 @@ def _forget(value: Value) -> None:
     _wait(value)
 
 
-@contextmanager
-def forked_rng(blocks: Iterable[nn.Module]) -> Iterator[None]:
-    devices = {t.device.index for b in blocks for t in b.parameters() if t.device.type == "cuda"}
-    cuda = sorted(index for index in devices if index is not None)
-    with RNG_LOCK, torch.random.fork_rng(devices=cuda):
-        yield
-
-
 def written_buffers(
     model: nn.Module,  # contains all modules that ``run`` calls
     run: Callable[[Any], object],
@@ -333,27 +289,6 @@ def written_buffers(
             return {buffer for buffer in buffers if not buffer.equal(before[buffer])}
     except Exception:
         return buffers
-
-
-@contextmanager
-def untouched(block: nn.Module) -> Iterator[None]:
-    """Restore gradients and module buffers afterwards, including buffers that were reassigned."""
-    gradients = [(p, p.grad) for p in block.parameters()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in block.buffers()]
-    owned = [(part._buffers, dict(part._buffers)) for part in block.modules()]
-    for p, _ in gradients:
-        p.grad = None
-    try:
-        yield
-    finally:
-        for p, gradient in gradients:
-            p.grad = gradient
-        for held, before_in in owned:
-            held.clear()
-            held.update(before_in)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
 
 
 def _wait(value: Value) -> None:

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from torch import nn
 
+from spectrain_ext.cutting import BatchColumns
+from spectrain_ext.later import later
 from spectrain_ext.transport.message import Value
 
 from .blocks import BlockList, blocks_of, mark, slices_of, ties_of
-from .cut import REMEDY, Cut, HasDocument, PlannedCut, check_ends, check_stages, cut, planned_cut
-from .decoders import Decoder
-from .outline import adapted, has_two_lists, is_pretrained
-from .own_loss import OwnLoss
+from .cut import (
+    REMEDY,
+    Division,
+    HasDocument,
+    PlannedCut,
+    check_ends,
+    check_stages,
+    cut,
+    planned_cut,
+)
 from .profile import Profile, Tie, measure_on_rank_0, profile_by_parameters, written_buffers
-from .traced import Traceable
 
 
 def cut_at(model: nn.Module | Sequence[nn.Module], ends: Sequence[int]) -> list[nn.Module]:
@@ -30,9 +37,8 @@ def cut_at(model: nn.Module | Sequence[nn.Module], ends: Sequence[int]) -> list[
         ends: ascending block indices; the last is the number of blocks.
 
     Returns:
-        Per stage an ``nn.Sequential`` of the model's own blocks. Stages that share a parameter with
-        an earlier one have ``tied_parameters``, see ``mark_ties``. Pipelines refuse the stages in
-        another order.
+        Per stage an ``nn.Sequential`` of the model's own blocks, whose ``cut`` says what it knows
+        of the model, see ``Cut``. Pipelines refuse the stages in another order.
 
     Raises:
         TypeError: the model is neither an ``nn.Sequential`` nor a list of modules.
@@ -42,7 +48,7 @@ def cut_at(model: nn.Module | Sequence[nn.Module], ends: Sequence[int]) -> list[
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
         >>> first, last = st.partitioning.cut_at(model, [2, 3])
-        >>> list(last.state_dict()), last.full_name("0.weight")
+        >>> list(last.state_dict()), last.cut.full_name("0.weight")
         (['0.weight', '0.bias'], '2.weight')
     """
     named = blocks_of(model)
@@ -77,9 +83,9 @@ class Partition:
     """
 
     stages: list[nn.Module]
-    cut: Cut
+    cut: Division
     profile: Profile
-    _loss: OwnLoss | str
+    _loss: Callable[[Any, Any], Any] | str
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[nn.Module]:
@@ -93,7 +99,7 @@ class Partition:
         return f"Partition({len(self)} stages{settings})\n{self.cut}"
 
     @property
-    def loss_fn(self) -> OwnLoss:
+    def loss_fn(self) -> Callable[[Any, Any], Any]:
         """A Hugging Face model's own loss of ``(output, batch)``.
 
         The batch is a mapping with the model's labels, or the labels themselves.
@@ -216,9 +222,7 @@ def partition(
             if narrow.slowest <= 1.25 * best.slowest:
                 best = narrow
     stages = source.stages(best.ends)
-    mark(stages, model)
-    if source.columns is not None:
-        stages[0].batch_columns = source.columns  # type: ignore[assignment]
+    mark(stages, model, source.columns)
     if planned is not None and (shared := _ties(source, stages, "stages")):
         raise ValueError(f"plan: it separates {shared[0].what}; {REMEDY}")
     settings = {} if planned is None else planned.settings
@@ -238,14 +242,48 @@ def profile_of(
     return replace(measured, ties=_ties(source, source.blocks), shared=shared)
 
 
-#: The forms of a model: ``blocks`` with ``names``, between which it can be cut; ``stages(ends)``;
-#: ``measure()``; ``run(value)``, which runs ``model``; ``loss_of(stages)``, which checks them and
-#: returns the model's own loss, or why there is none; ``columns`` of a batch that is a mapping;
-#: ``narrow``: ties that allow only cuts which a single tensor crosses.
-_Source = BlockList | Decoder | Traceable
+class Form(Protocol):
+    """A form of model that can be cut."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The module that ``run`` runs."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of the blocks."""
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        """The parts between which it can be cut."""
+
+    @property
+    def value(self) -> Any:
+        """The example."""
+
+    @property
+    def columns(self) -> BatchColumns | None:
+        """Those of a batch that is a mapping; None: all."""
+
+    @property
+    def narrow(self) -> tuple[Tie, ...]:
+        """Ties that allow only cuts which a single tensor crosses."""
+
+    @property
+    def run(self) -> Callable[[Any], object]:
+        """A function that runs ``model`` on a value."""
+
+    def stages(self, ends: Sequence[int]) -> list[nn.Module]:
+        """Return the stages that end before these blocks."""
+
+    def measure(self, repeats: int = 5) -> Profile:
+        """Return the costs of the blocks."""
+
+    def loss_of(self, stages: Sequence[nn.Module]) -> Callable[[Any, Any], Any] | str:
+        """Check stages, and return the model's own loss, or why there is none."""
 
 
-def _ties(source: _Source, parts: Sequence[nn.Module], kinds: str = "blocks") -> tuple[Tie, ...]:
+def _ties(source: Form, parts: Sequence[nn.Module], kinds: str = "blocks") -> tuple[Tie, ...]:
     """Return what blocks or stages share and cannot have copies of."""
     # Takes two forwards, and is seldom needed.
     written = cache(lambda: written_buffers(source.model, source.run, source.value, parts))
@@ -257,14 +295,6 @@ def _with_names(profile: Profile, names: Sequence[str]) -> Profile:
     return replace(profile, blocks=tuple(replace(block, name=name) for block, name in pairs))
 
 
-#: By classes of modules around others.
-_WRAPPERS = {
-    "OptimizedModule": "compiled by torch.compile; cut its _orig_mod, and compile the stages",
-    "DistributedDataParallel": "wrapped in DistributedDataParallel; cut its .module, and give "
-    "DistributedPipeline replicas=",
-}
-
-
 def _source(
     model: nn.Module | Sequence[nn.Module],
     n_stages: int,
@@ -272,20 +302,10 @@ def _source(
     split_points: Sequence[str] | None,
     kept: tuple[str, ...] = (),  # columns for the loss
     planned: PlannedCut | None = None,
-) -> _Source:
+) -> Form:
     listed = not isinstance(model, nn.Module) or isinstance(model, (nn.Sequential, nn.ModuleList))
     if listed and split_points is None:
         return BlockList(blocks_of(model), example, kept, planned is not None)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
-    for name, module in () if listed else model.named_modules():
-        if (why := _WRAPPERS.get(type(module).__name__)) is not None:
-            raise TypeError(f"model: {f'its module {name!r}' if name else 'it'} is {why}")
-    base, _ = adapted(model)
-    takes_ids = getattr(base, "main_input_name", None) == "input_ids"
-    if is_pretrained(base) and split_points is None and takes_ids and not has_two_lists(base):
-        return Decoder(model, example, kept)
-    if example is None:
-        raise TypeError("example_input: expected a microbatch, got None")
     names = None if planned is None else planned.names
-    return Traceable(model, n_stages, example, split_points, kept, names)
+    form: Form = later("form_of")(model, n_stages, example, split_points, kept, names)
+    return form

@@ -5,6 +5,7 @@ from __future__ import annotations
 from spectrain_ext.pipeline.passes import Pass
 from spectrain_ext.schedule import Kind
 
+from . import averaging, codecs
 from .average import AverageWeights, averagers
 from .compress import Compress
 from .finite import CheckFinite
@@ -20,4 +21,6 @@ __all__ = [
     "Pass",
     "ShareLoss",
     "averagers",
+    "averaging",
+    "codecs",
 ]

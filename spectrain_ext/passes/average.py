@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from spectrain_ext.method import Method
-from spectrain_ext.operators.averaging import Averager, Averaging, Exchange, in_a_row, taken_apart
 from spectrain_ext.pipeline.passes import Handler, Pass
 from spectrain_ext.schedule import Kind
 from spectrain_ext.weights import StageWeights
+from spectrain_ext.weights.storage import in_a_row, taken_apart
+
+from .averaging import Averager, Averaging, Exchange
 
 if TYPE_CHECKING:
     from spectrain_ext.pipeline.processes import Processes
@@ -29,7 +31,7 @@ class AverageWeights(Pass):
     c of all stages forms a pipeline with its own minibatches and losses.
 
     Args:
-        averaging: a value of ``spectrain_ext.averaging``.
+        averaging: a value of ``st.averaging``.
 
     Raises:
         ValueError: a method that changes during training, or another number of replicas.

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from spectrain_ext.codecs import Codec, Codecs, codecs_of, is_coded
 from spectrain_ext.pipeline.passes import Handler, Pass
 from spectrain_ext.pipeline.tape import Entry
 from spectrain_ext.rng import mixed_seed
 from spectrain_ext.schedule import Kind
 from spectrain_ext.transport.message import FLAT, TENSOR, Message, dense_strides, each
+
+from .codecs import Codec, Codecs, codecs_of, is_coded
 
 if TYPE_CHECKING:
     from spectrain_ext.pipeline.stage_run import StageRun
@@ -28,7 +29,7 @@ _Looks = tuple[tuple[Any, ...] | None, ...]
 
 
 class Compress(Pass):
-    """Packs what stages send one another, in one process too: see ``spectrain_ext.codecs``.
+    """Packs what stages send one another, in one process too: see ``st.codecs``.
 
     Args:
         codec: for activations and gradients; or a pair, for activations and for gradients, of which

@@ -10,9 +10,34 @@ needed. ``passes`` add to that. ``losses`` go back to the caller. An
 ``segments`` one training from several runs.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from spectrain_ext.transport import Microbatches
 
 from .losses import Result
+from .passes import Handler
 from .pipeline import Pipeline
+from .stage import Stage
+from .stage_run import StageRun
 
-__all__ = ["Microbatches", "Pipeline", "Result"]
+if TYPE_CHECKING:
+    from .observer import ACTIONS, Observer
+
+__all__ = [
+    "ACTIONS",
+    "Handler",
+    "Microbatches",
+    "Observer",
+    "Pipeline",
+    "Result",
+    "Stage",
+    "StageRun",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("ACTIONS", "Observer"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import observer  # loaded on first use
+
+    return getattr(observer, name)

@@ -39,6 +39,12 @@ def checked_stages(stages: Iterable[nn.Module], sharded: bool = False) -> list[n
     for k, module in enumerate(modules):
         if not isinstance(module, nn.Module):
             raise TypeError(f"stages[{k}]: expected an nn.Module, got {module!r:.80}")
+        for old in ("tied_parameters", "full_name"):
+            if hasattr(module, old):
+                raise TypeError(
+                    f"stages[{k}]: its {old!r} is not read any more; stage.cut = "
+                    "spectrain_ext.partitioning.Cut(ties=..., prefixes=...) says this of a stage"
+                )
         parts = {part: name for name, part in module.named_modules()}
         for part, name in parts.items():
             if part in owners:
@@ -126,12 +132,6 @@ def _is_named(thing: object, name: str) -> bool:
 
 #: A module's index among the stages of a cut, and their number; None: it is not from a cut.
 CutPlace: TypeAlias = "tuple[int, int] | None"
-
-
-def cut_place(module: nn.Module) -> CutPlace:
-    """Return what ``partition`` or ``cut_at`` noted in it; ``torch.compile`` preserves it."""
-    place: CutPlace = getattr(module, "cut_place", None)
-    return place
 
 
 def check_order(places: Sequence[CutPlace]) -> None:

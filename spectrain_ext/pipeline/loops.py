@@ -12,6 +12,7 @@ from weakref import finalize
 import torch
 from torch import nn
 
+from spectrain_ext.cutting import cut_of
 from spectrain_ext.schedule import Place, find_generator
 
 from .batch import without_dropped_columns
@@ -38,7 +39,7 @@ class Loops(nn.Module):
 
     def _with_columns(self, batches: Iterator[object], several: bool) -> Iterator[object]:
         """Drop the columns of batches that the first stage's model does not take."""
-        columns = getattr(self._executor.stages[0].module, "batch_columns", None)
+        columns = cut_of(self._executor.stages[0].module).columns
         if columns is None or not self._executor.processes.takes_batches:
             return batches
         return map(partial(without_dropped_columns, columns, several), batches, itertools.count())

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spectrain_ext.cutting import cut_of
 from spectrain_ext.errors import differing
 
 #: The prefix that ``torch.compile`` gives all names of a module.
@@ -26,8 +27,10 @@ def found_as(name: str, names: Container[str]) -> str:
 
 def full_names(stage: nn.Module, keys: Iterable[str], prefix: str) -> dict[str, str]:
     """Return the model's names for a stage's ``keys``; stages of ``partition`` know them."""
-    full_name = getattr(stage, "full_name", None)
-    return {key: full_name(bare(key)) if callable(full_name) else prefix + key for key in keys}
+    cut = cut_of(stage)
+    if cut.prefixes is None:
+        return {key: prefix + key for key in keys}
+    return {key: cut.full_name(bare(key)) for key in keys}
 
 
 def model_names(stages: Mapping[str, nn.Module]) -> dict[str, str]:
@@ -35,16 +38,15 @@ def model_names(stages: Mapping[str, nn.Module]) -> dict[str, str]:
     names: dict[str, str] = {}
     homes: dict[str, str] = {}  # the same, by the names that ties use
     tensors: dict[str, Any] = {}
-    known = all(callable(getattr(stage, "full_name", None)) for stage in stages.values())
+    known = all(cut_of(stage).prefixes is not None for stage in stages.values())
     for k, stage in stages.items():
         state = stage.state_dict(keep_vars=True)
-        tied = getattr(stage, "tied_parameters", {})  # see mark_ties: copies of an earlier stage's
-        buffers = getattr(stage, "copied_buffers", ())  # that an earlier stage of the cut has
+        cut = cut_of(stage)
         for key, full in full_names(stage, state, f"{k}.").items():
             names[f"{k}.{key}"] = homes[f"{k}.{bare(key)}"] = full
-            home, name = tied.get(bare(key), (k, key))
+            home, name = cut.ties.get(bare(key), (k, key))
             copied = home != k and homes.get(f"{home}.{name}") == full
-            copied = copied or (bare(key) in buffers and full in tensors)
+            copied = copied or (bare(key) in cut.copied_buffers and full in tensors)
             known = known and (copied or tensors.setdefault(full, state[key]) is state[key])
     # Fall back to nn.Sequential's names if a stage does not know its own, or names collide.
     return names if known else {key: key for key in names}

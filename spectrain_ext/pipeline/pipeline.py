@@ -14,6 +14,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from spectrain_ext.cutting import cut_of
 from spectrain_ext.interrupts import deferred
 from spectrain_ext.method import (
     Method,
@@ -43,7 +44,6 @@ from .arguments import (
     checked_devices,
     checked_microbatches,
     checked_stages,
-    cut_place,
     devices_of,
     evaluating_part,
 )
@@ -150,7 +150,7 @@ class Pipeline(Loops):
             replicas = processes.replicas
             here = dict(zip(processes.indices, modules, strict=True))
             if len(here) == replicas.stages:
-                check_order([cut_place(module) for module in modules])
+                check_order([cut_of(module).place for module in modules])
             self._copies = copies_of(modules, processes.indices)
             where = (
                 devices_of(modules) if devices is None else checked_devices(devices, len(modules))
@@ -474,7 +474,7 @@ class Pipeline(Loops):
             RuntimeError: a run has not ended yet.
         """
         self._refuse_in_run("calling the pipeline", changed=True)
-        columns = getattr(self._executor.stages[0].module, "batch_columns", None)
+        columns = cut_of(self._executor.stages[0].module).columns
         if columns is not None and isinstance(value, Mapping):
             value = columns.kept(value, "batch")
         with self._executor.callers_turn():
@@ -656,7 +656,7 @@ class Pipeline(Loops):
 
     def _fqn_modifiers(self) -> dict[str, str]:
         # torch's get_state_dict calls this before it looks for modules along the names
-        if any(callable(getattr(stage, "full_name", None)) for stage in self.children()):
+        if any(cut_of(stage).prefixes is not None for stage in self.children()):
             raise TypeError(
                 "torch.distributed.checkpoint.state_dict: a pipeline's modules have not the names "
                 "of the uncut model, which its state_dict() has; save pipe.state_dict(), or in "

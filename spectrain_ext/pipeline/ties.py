@@ -11,13 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from spectrain_ext.cutting import change_cut, cut_of
 from spectrain_ext.transport.message import is_dense
 from spectrain_ext.weights.storage import local_part
 
 from .names import bare, found_as
-
-#: A stage's attribute: parameter name -> (stage, name there) of the original.
-ATTRIBUTE = "tied_parameters"
 
 
 @dataclass(eq=False)
@@ -48,9 +46,9 @@ class Copy:
         if self.original is None or self.held is not self.original:
             return
         # Another pipeline made of these stages finds the tie by this.
-        declared = getattr(self.module, ATTRIBUTE, {})
         tied = {bare(name): (self.home, bare(self.home_name)) for name in self.names}
-        setattr(self.module, ATTRIBUTE, {**declared, **tied})
+        ties = {**cut_of(self.module).ties, **tied}
+        change_cut(self.module, f"stages[{self.stage}]", ties=ties)
         self.put(copy.deepcopy(self.original))
         self._seen = self.original._version
 
@@ -175,26 +173,26 @@ def copies_of(modules: Sequence[nn.Module], indices: Sequence[int]) -> list[Copy
 
 def _declared_ties(module: nn.Module, k: int) -> dict[str, tuple[int, str]]:
     """Return a stage's declared ties, by the names that its parameters have now."""
-    attribute = getattr(module, ATTRIBUTE, {})
-    if not isinstance(attribute, Mapping):
+    declared = cut_of(module).ties
+    if not isinstance(declared, Mapping):
         raise TypeError(
-            f"stages[{k}].{ATTRIBUTE}: expected a mapping of names to (stage, name there), got "
-            f"{type(attribute).__name__}"
+            f"stages[{k}].cut.ties: expected a mapping of names to (stage, name there), got "
+            f"{type(declared).__name__}"
         )
     known = dict(module.named_parameters(remove_duplicate=False))
     ties = {}
-    for name, place in attribute.items():
+    for name, place in declared.items():
         match place:
             case (int(home), str(name_there)) if 0 <= home < k:
                 ties[found_as(name, known)] = home, name_there
             case _:
                 raise ValueError(
-                    f"stages[{k}].{ATTRIBUTE}[{name!r}]: expected (index of an earlier stage, name "
+                    f"stages[{k}].cut.ties[{name!r}]: expected (index of an earlier stage, name "
                     f"of its parameter), got {place!r}"
                 )
     for name in ties:
         if name not in known:
-            raise ValueError(f"stages[{k}].{ATTRIBUTE}: it has no parameter {name!r}")
+            raise ValueError(f"stages[{k}].cut.ties: it has no parameter {name!r}")
     return ties
 
 

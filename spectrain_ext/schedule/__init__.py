@@ -1,5 +1,6 @@
 """Generates and counts schedules, which are data: streams of instructions."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .generators import (
@@ -31,6 +32,7 @@ from .reading import Backward, Entries, Law, OwnLaw, Reader, Reads, Rules
 
 if TYPE_CHECKING:
     from .chunked import Interleaved, WPipe
+    from .order import check_generator, device_order, open_ledgers, receive, validate
 
 __all__ = [
     "COMPUTE",
@@ -58,21 +60,32 @@ __all__ = [
     "backward_input",
     "backward_weights",
     "bounded",
+    "check_generator",
     "count_stage",
+    "device_order",
     "find_generator",
     "flushes",
     "forward",
     "name_of",
+    "open_ledgers",
     "plain_steps",
     "put_off",
+    "receive",
     "steps",
     "takes_window",
+    "validate",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in ("Interleaved", "WPipe"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import chunked  # loaded on first use
+_ON_FIRST_USE = {
+    **dict.fromkeys(("Interleaved", "WPipe"), "chunked"),
+    **dict.fromkeys(
+        ("check_generator", "device_order", "open_ledgers", "receive", "validate"), "order"
+    ),
+}
 
-    return getattr(chunked, name)
+
+def __getattr__(name: str) -> Any:
+    if name not in _ON_FIRST_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_ON_FIRST_USE[name]}"), name)

@@ -1,11 +1,26 @@
 """Moves tensors between stages, and orders their use."""
 
 from .local import Edge, Receiver, Sender, Slot, Transit
-from .message import NO_HEADER, Header, Message, Microbatches
+from .message import (
+    LEAST_BYTES,
+    MOST_BYTES,
+    NO_HEADER,
+    PIECES,
+    Header,
+    Message,
+    Microbatches,
+    Value,
+    as_value,
+    each,
+    tensors_in,
+)
 from .streams import Buffer, CudaStream, Event, Stream, callers_stream, captured, new_stream
 
 __all__ = [
+    "LEAST_BYTES",
+    "MOST_BYTES",
     "NO_HEADER",
+    "PIECES",
     "Buffer",
     "CudaStream",
     "Edge",
@@ -18,7 +33,11 @@ __all__ = [
     "Slot",
     "Stream",
     "Transit",
+    "Value",
+    "as_value",
     "callers_stream",
     "captured",
+    "each",
     "new_stream",
+    "tensors_in",
 ]

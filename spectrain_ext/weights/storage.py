@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -435,3 +435,20 @@ def unchanged(tensor: Tensor, version: int) -> Tensor:
             f"at version {tensor._version}; expected version {version} instead"
         )
     return tensor
+
+
+# Weights in a row.
+
+
+def in_a_row(tensors: Sequence[Tensor]) -> Tensor:
+    """Return a copy of all elements, in the widest dtype, at least float32."""
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return torch.cat([tensor.detach().to(dtype).reshape(-1) for tensor in tensors])
+
+
+def taken_apart(row: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield a row's elements in these shapes."""
+    for part, tensor in zip(row.split([t.numel() for t in like]), like, strict=True):
+        yield part.view(tensor.shape)

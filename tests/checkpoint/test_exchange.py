@@ -251,7 +251,7 @@ def test_the_uncut_model_loads_what_other_processes_have_trained_without_a_warni
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     stages = cut_at(model, [1, 2])
     save(tmp_path / "c", model)
-    stages[0].uncut.trained_elsewhere([1])
+    stages[0].cut.origin.trained_elsewhere([1])
     with pytest.warns(UserWarning, match=r"have trained stages \[1\] of this model"):
         model.state_dict()
     with warnings.catch_warnings():

@@ -170,7 +170,7 @@ def _tied(name):
 def _state(pipe):
     for stage in pipe.children():
         for key, value in stage.state_dict().items():
-            yield stage.full_name(key), value.clone()
+            yield stage.cut.full_name(key), value.clone()
 
 
 def tied_and_cut(rank, ranks, folder):

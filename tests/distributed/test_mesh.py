@@ -551,7 +551,7 @@ def hidden_matrices(ps):
 
 def tied(mesh):
     stage = nn.Sequential(mesh_programs.Head(False))
-    stage.tied_parameters = {"0.out.weight": (0, "0.weight")}
+    stage.cut = st.partitioning.Cut(ties={"0.out.weight": (0, "0.weight")})
     return make_of(parallelize(stage, mesh["tp"], False), mesh)
 
 

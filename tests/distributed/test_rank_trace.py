@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.profiler import ProfilerActivity, profile
 
 import spectrain_ext as st
-from spectrain_ext.timelines import write_trace
+from spectrain_ext.tools.timelines import write_trace
 
 COUNT = 6
 RANGE = re.compile(r"[FBW]\d+|predict|send|recv|loss|update")

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import spectrain_ext as st
 from spectrain_ext.method import recipe_clip
-from spectrain_ext.partitioning import cut_at
+from spectrain_ext.partitioning import Cut, cut_at
 
 pytestmark = pytest.mark.processes
 
@@ -50,14 +50,14 @@ def tied_to(rank, name, bias=True, **more):
     """Tie the weight of stage 1 to a parameter of stage 0."""
     stage = nn.Linear(5, 5, bias=bias)
     if rank == 1:
-        stage.tied_parameters = {"weight": (0, name)}
+        stage.cut = Cut(ties={"weight": (0, name)})
     return make(rank, stage, **more)
 
 
 def narrow_tie(rank):
     parts = stages(4)[rank::2]
     parts[1] = nn.Linear(2, 2)
-    parts[1].tied_parameters = {"weight": (rank, "0.weight")}
+    parts[1].cut = Cut(ties={"weight": (rank, "0.weight")})
     return make(rank, parts)
 
 

@@ -246,7 +246,7 @@ def tie(rank, ranks):
     part = Scaled(k)
     if k == 2:
         part.scale = Scaled(0).scale
-        part.tied_parameters = {"scale": (0, "scale")}
+        part.cut = st.partitioning.Cut(ties={"scale": (0, "scale")})
     pipe = make(rank, counts, "gpipe", part=part, microbatches=2, share_loss=True)
     losses = [result.loss.item() for result in pipe.run(data(6))]
     if rank == 0:

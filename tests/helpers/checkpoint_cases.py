@@ -151,7 +151,8 @@ def state_of(pipe: st.Pipeline) -> dict[str, Any]:
     found["model"] = {key: tensor.clone() for key, tensor in pipe.state_dict().items()}
     names: dict[Tensor, str] = {}
     for k, stage in enumerate(pipe.children()):
-        full_name = getattr(stage, "full_name", f"{k}.{{}}".format)
+        cut = getattr(stage, "cut", None)
+        full_name = cut.full_name if cut else f"{k}.{{}}".format
         for name, p in stage.named_parameters():
             names.setdefault(p, full_name(name))  # a tied one has that of its first stage
     found["masters"] = {names[p]: master.clone() for p, master in pipe.masters().items()}

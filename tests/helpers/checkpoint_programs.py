@@ -213,7 +213,7 @@ def replicated(rank, ranks, path):
         manager = manager_of(9, counts, stage, cuts)
         assert not manager.restore().random
         part = next(iter(manager.pipe.children()))
-        loaded.append({part.full_name(k): v.clone() for k, v in part.state_dict().items()})
+        loaded.append({part.cut.full_name(k): v.clone() for k, v in part.state_dict().items()})
     return expected, states, loaded
 
 

@@ -12,7 +12,7 @@ import click
 import numpy as np
 from click.testing import CliRunner, Result
 
-from spectrain_ext.cli.__main__ import main as spectrain
+from spectrain_ext.tools.commands.__main__ import main as spectrain
 
 
 def called(

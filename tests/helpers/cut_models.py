@@ -86,7 +86,7 @@ def alike(
     """
     alone = copy.deepcopy(model)
     stages = nn.Sequential(*cut(model))
-    state = {s.full_name(key): tensor for s in stages for key, tensor in s.state_dict().items()}
+    state = {s.cut.full_name(key): tensor for s in stages for key, tensor in s.state_dict().items()}
     assert state.keys() == alone.state_dict().keys()
     assert [m.training for m in model.modules()] == [m.training for m in alone.modules()]
     for mode in modes:

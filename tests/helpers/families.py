@@ -118,7 +118,7 @@ def outcome(family: str, mine: dict[str, Any]) -> str:
         if isinstance(loss, tuple):  # a sum and its count
             loss = loss[0] / loss[1]
         loss.backward()
-        names = {s.full_name(n): p.grad for s in parts for n, p in s.named_parameters()}
+        names = {s.cut.full_name(n): p.grad for s in parts for n, p in s.named_parameters()}
         other, gradients = _gradients(alone.train(training), ids, {**batch, "use_cache": False})
         pairs = [(loss, other), *((names[name], g) for name, g in gradients.items())]
         apart = [_apart(a, b) for a, b in pairs]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spectrain_ext.partitioning import BlockProfile, Profile
-from spectrain_ext.planning import Layers, Link
+from spectrain_ext.tools.planning import Layers, Link
 
 SLOW = Link("slow", 1e6, 1e-4)
 

@@ -188,7 +188,9 @@ class Case:
         first, *others = TIES[self.ties] or (0,)
         for k in others:
             made[k % self.n].linear.weight = made[first].linear.weight
-            made[k % self.n].tied_parameters = {"linear.weight": (first, "linear.weight")}
+            made[k % self.n].cut = st.partitioning.Cut(
+                ties={"linear.weight": (first, "linear.weight")}
+            )
         return made
 
     def pipeline(self, rank: int | None = None, **more: Any) -> st.Pipeline:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from hypothesis import strategies as some
 
 from spectrain_ext.schedule import GENERATORS, Instruction, Kind, bounded
-from spectrain_ext.simulation import streams
+from spectrain_ext.tools.simulation import streams
 
 Name = str | Callable
 

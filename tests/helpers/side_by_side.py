@@ -13,8 +13,8 @@ from typing import Any
 from oracle.definition import cut
 from torch import Tensor
 
-from spectrain_ext.operators.averaging import Averaging, Exchange
 from spectrain_ext.passes import AverageWeights, Pass, averagers
+from spectrain_ext.passes.averaging import Averaging, Exchange
 from spectrain_ext.pipeline import Microbatches, Pipeline, Result
 from spectrain_ext.rng import StageRandom
 

@@ -96,7 +96,7 @@ def test_logits_and_gradients_are_the_models(name):
         torch.testing.assert_close(loss, expected.loss, rtol=0, atol=0)
         loss.backward()
         expected.loss.backward()
-    names = {s.full_name(key): p for s in parts for key, p in s.named_parameters()}
+    names = {s.cut.full_name(key): p for s in parts for key, p in s.named_parameters()}
     assert names == dict(model.named_parameters())
     for key, p in alone.named_parameters():
         torch.testing.assert_close(names[key].grad, p.grad, msg=key)
@@ -117,7 +117,7 @@ def test_training_in_a_pipeline_is_the_models(name: str, tied: bool, tmp_path: P
     model = made(name, tie_word_embeddings=tied).train()
     alone = copy.deepcopy(model)
     parts = st.partition(model, 3, profile=EVEN)
-    assert len(getattr(parts.stages[2], "tied_parameters", ())) == tied
+    assert len(parts.stages[2].cut.ties) == tied
     data = [batch(4, 7), batch(4, 8, "right"), batch(3, 6, "left"), batch(1, 9)]
     pipe = trains_alike(alone, parts, data, parts.loss_fn, own_loss)
     model.load_state_dict(pipe.state_dict())
@@ -469,7 +469,7 @@ def test_models_of_images_and_text(name: str) -> None:
     found, expected = run(parts, given), alone(**given, use_cache=False)
     assert torch.equal(found.logits, expected.logits)
     assert max(t.dim() for t in parts.stages[0](given)) == 3
-    owned = [{s.full_name(n) for n, _ in s.named_parameters()} for s in parts]
+    owned = [{s.cut.full_name(n) for n, _ in s.named_parameters()} for s in parts]
     assert set().union(*owned) == {n for n, _ in model.named_parameters()}
     assert sum(map(len, owned)) == len(list(model.parameters()))
     data = [with_images(name, 4) for _ in range(3)]

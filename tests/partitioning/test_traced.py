@@ -164,8 +164,8 @@ def test_tied_weights(points: list[str]) -> None:
     model = Calls(call, embed=embed, middle=nn.Linear(4, 4), head=head)
     alone, stages = copy.deepcopy(model), split(model, torch.zeros(2, 4), points)
     first, last = stages[0], stages[-1]
-    assert last.tied_parameters == {"0.part.head.weight": (0, "0.part.embed.weight")}
-    names = [[stage.full_name(name) for name in stage.state_dict()] for stage in (first, last)]
+    assert last.cut.ties == {"0.part.head.weight": (0, "0.part.embed.weight")}
+    names = [[stage.cut.full_name(name) for name in stage.state_dict()] for stage in (first, last)]
     assert "embed.weight" in names[0] and "head.weight" not in names[0]
     assert names[1] == ["head.weight"]
     data = [(torch.randn(2, 4), torch.randn(2, 4)) for _ in range(3)]

@@ -72,7 +72,7 @@ def test_more_split_points_than_needed_are_candidates() -> None:
     more = {"split_points": ["middle", "last"], "profile": taking(1, 1, 4)}
     parts = st.partition(Two(), 2, torch.randn(3, 4), **more)
     assert parts.cut.ends == (2, 3)
-    assert {s.full_name(n) for s in parts for n in s.state_dict()} == {*Two().state_dict()}
+    assert {s.cut.full_name(n) for s in parts for n in s.state_dict()} == {*Two().state_dict()}
 
 
 def test_coarser_places_where_finer_ones_do_not_do() -> None:

@@ -19,8 +19,8 @@ from oracle.definition import Oracle
 from torch import nn
 
 import spectrain_ext as st
-from spectrain_ext.codecs import NAMES, BFloat16, Int4, Int8, packed_bytes
 from spectrain_ext.passes import Compress
+from spectrain_ext.passes.codecs import NAMES, BFloat16, Int4, Int8, packed_bytes
 from spectrain_ext.rng import mixed_seed
 
 pytestmark = pytest.mark.usefixtures("float64")

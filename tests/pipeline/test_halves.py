@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import spectrain_ext as st
 from spectrain_ext.method import find_method
 from spectrain_ext.schedule import Place, ScheduleError, backward_input, backward_weights, forward
-from spectrain_ext.simulation import check_generator
+from spectrain_ext.tools.simulation import check_generator
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import spectrain_ext as st
 from spectrain_ext.method import find_method, places_of, rules_at
-from spectrain_ext.simulation import streams, validate
+from spectrain_ext.tools.simulation import streams, validate
 
 WIDTH = 64
 # Of a stage's weights, twice as large as a gradient: whole alignment units, so without padding.

@@ -152,7 +152,8 @@ def test_said_by_an_attribute(copies, compiled):
     for name in copies:
         apart.get_submodule(name).weight = nn.Parameter(torch.zeros(5, 5))  # the first one counts
     (stage,) = {int(name[0]) for name in copies}
-    apart[stage].tied_parameters = {f"{name[2:]}.weight": (0, "0.weight") for name in copies}
+    ties = {f"{name[2:]}.weight": (0, "0.weight") for name in copies}
+    apart[stage].cut = st.partitioning.Cut(ties=ties)
     data, found = batches(6), []
     wrapped = [torch.compile(s, backend="eager") for s in apart] if compiled else apart
     for stages in (wrapped, one):
@@ -170,7 +171,7 @@ def test_said_by_an_attribute(copies, compiled):
 @pytest.mark.parametrize(
     ("said", "error", "why"),
     [
-        ([], TypeError, r"stages\[2\]\.tied_parameters: expected a mapping"),
+        ([], TypeError, r"stages\[2\]\.cut\.ties: expected a mapping"),
         ({"x": (0, "0.weight")}, ValueError, r"stages\[2\].*: it has no parameter 'x'"),
         ({"0.weight": (0, "x")}, ValueError, r"tied to 'x' of stages\[0\], which there is n"),
         ({"0.weight": (2, "0.weight")}, ValueError, r"index of an earlier stage, .*got \(2,"),
@@ -180,7 +181,7 @@ def test_said_by_an_attribute(copies, compiled):
 )
 def test_a_wrong_attribute(said, error, why):
     stages = tanh_stages(3)
-    stages[2].tied_parameters = said
+    stages[2].cut = st.partitioning.Cut(ties=said)
     with pytest.raises(error, match=why):
         st.Pipeline(stages, sgd(), mse)
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import spectrain_ext as st
-from spectrain_ext.planning import measure_layers, plan, write_plan
+from spectrain_ext.tools.planning import measure_layers, plan, write_plan
 
 
 class Net(nn.Module):
@@ -84,7 +84,7 @@ def test_a_model_is_cut_where_its_plan_says_without_being_measured(form, tmp_pat
             value = output_of(stage, value)
         assert torch.equal(value, expected)
         for stage, point in zip(parts.stages[1:], found.soonest.split_points, strict=True):
-            names = [stage.full_name(name) for name, _ in stage.named_parameters()]
+            names = [stage.cut.full_name(name) for name, _ in stage.named_parameters()]
             assert point == "4" or any(name.startswith(f"{point}.") for name in names)
     if form is sequence:
         assert st.partition(model, 3, plan=found).cut == parts.cut
@@ -163,7 +163,7 @@ def test_a_damaged_plan(tmp_path, change, why):
     path.write_text(change)
     with pytest.raises(ValueError, match=f"plan.json: expected .*{why}"):
         st.partition(model, plan=path)
-    assert not hasattr(model, "cut_place")
+    assert not hasattr(model, "cut")
 
 
 def test_what_is_no_plan(tmp_path):

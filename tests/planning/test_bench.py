@@ -6,7 +6,7 @@ import bench_plan
 import pytest
 from helpers.layers import layers_of
 
-from spectrain_ext.planning import Link
+from spectrain_ext.tools.planning import Link
 
 
 @pytest.mark.parametrize("processes", bench_plan.PROCESSES)

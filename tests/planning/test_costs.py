@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from report.quality import known_to_planner
 
-from spectrain_ext.codecs import BFloat16, Int8
 from spectrain_ext.method import find_method, rules_at
-from spectrain_ext.planning import METHODS, Link, find_link
-from spectrain_ext.planning.costs import Costs, Setting, Way, passes_of
-from spectrain_ext.planning.plan import SYNCHRONOUS, expected, measurements
-from spectrain_ext.planning.search import Search
+from spectrain_ext.passes.codecs import BFloat16, Int8
 from spectrain_ext.schedule import Place, count_stage, flushes
+from spectrain_ext.tools.planning import METHODS, Link, find_link
+from spectrain_ext.tools.planning.costs import Costs, Setting, Way, passes_of
+from spectrain_ext.tools.planning.plan import SYNCHRONOUS, expected, measurements
+from spectrain_ext.tools.planning.search import Search
 
 FAST = Link("fast", 1e12)
 

@@ -16,7 +16,8 @@ from torch import nn
 import spectrain_ext as st
 from spectrain_ext.method import find_method
 from spectrain_ext.partitioning import BlockProfile, Profile, Tie, measure, profile_of
-from spectrain_ext.planning import (
+from spectrain_ext.schedule import Replicas
+from spectrain_ext.tools.planning import (
     METHODS,
     Layers,
     Link,
@@ -27,7 +28,6 @@ from spectrain_ext.planning import (
     write_layers,
     write_plan,
 )
-from spectrain_ext.schedule import Replicas
 
 
 def test_many_devices_take_few_simulations():

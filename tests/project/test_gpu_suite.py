@@ -295,7 +295,7 @@ def test_the_tests_of_this_suite_that_a_gpu_runs() -> None:
     tests = BENCH.parent / "tests"
     names = [str(path.relative_to(tests)) for path in cuda_tests.marked(tests)]
     assert names[0] == "operators/test_cuda_arrays.py" and "optim/test_cuda.py" in names
-    assert "observation/test_trace.py" in names and "partitioning/test_cut.py" not in names
+    assert "metrics/test_trace.py" in names and "partitioning/test_cut.py" not in names
     # counted also where a file's process ended early
     ended = "t.py::a PASSED [ 1%]\nt.py::b[x y] PASSED\nt.py::c FAILED\nt.py::d "
     assert cuda_tests.counts(ended) == {"passed": 2, "failed": 1}

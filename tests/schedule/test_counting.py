@@ -10,7 +10,7 @@ from helpers.schedules import Run, classic, runs
 from hypothesis import given
 
 from spectrain_ext.schedule import Kind, Rules, ScheduleError
-from spectrain_ext.simulation import Durations, simulate, streams, validate
+from spectrain_ext.tools.simulation import Durations, simulate, streams, validate
 
 ASYNC = runs(names=["1f1b-async"])
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as some
 from oracle.schedules import counted, megatron
 
 from spectrain_ext.schedule import GENERATORS, Interleaved, Kind, Place, Rules, ScheduleError, WPipe
-from spectrain_ext.simulation import (
+from spectrain_ext.tools.simulation import (
     Durations,
     check_generator,
     device_order,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from spectrain_ext.schedule import Instruction, Kind, ScheduleError
-from spectrain_ext.simulation import streams, validate
+from spectrain_ext.tools.simulation import streams, validate
 
 
 @given(runs(least=0))

@@ -9,7 +9,7 @@ from hypothesis import strategies as some
 
 from spectrain_ext.method import find_method, places_of
 from spectrain_ext.schedule import GENERATORS, Kind, Replicas, ScheduleError, find_generator
-from spectrain_ext.simulation import (
+from spectrain_ext.tools.simulation import (
     Durations,
     simulate,
     simulate_ranks,

@@ -6,7 +6,7 @@ import pytest
 from helpers.schedules import classic, wide
 
 from spectrain_ext.schedule import Kind
-from spectrain_ext.simulation import Durations, simulate, streams
+from spectrain_ext.tools.simulation import Durations, simulate, streams
 
 
 def counted(windows: list[int], microbatches: int = 1, **durations: float) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from spectrain_ext.schedule import Kind
-from spectrain_ext.simulation import Durations, Span, simulate, streams, summarize
+from spectrain_ext.tools.simulation import Durations, Span, simulate, streams, summarize
 
 
 def spans_of(name, windows, minibatches, microbatches=1, **durations):

@@ -20,7 +20,7 @@ from torch import nn
 import spectrain_ext as st
 from spectrain_ext.method import find_method, methods
 from spectrain_ext.partitioning import BlockProfile, Profile
-from spectrain_ext.planning import Layers, write_layers
+from spectrain_ext.tools.planning import Layers, write_layers
 from studies import workload
 from studies.__main__ import main as studies
 from studies.builtin import build_stages, builtin

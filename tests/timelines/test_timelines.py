@@ -11,8 +11,8 @@ from helpers.cli_programs import called, spectrain
 
 from spectrain_ext.method import find_method, methods
 from spectrain_ext.schedule import Kind
-from spectrain_ext.simulation import Durations, simulate, streams, summarize
-from spectrain_ext.timelines import draw_timeline, simulate_method, write_trace
+from spectrain_ext.tools.simulation import Durations, simulate, streams, summarize
+from spectrain_ext.tools.timelines import draw_timeline, simulate_method, write_trace
 from studies.times import draw_methods_together
 
 pytest.importorskip("matplotlib")

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 import spectrain_ext as st
 from spectrain_ext.method import find_method, put_off_by, rules_at
 from spectrain_ext.schedule import Kind, bounded
-from spectrain_ext.simulation import Durations, simulate, streams
+from spectrain_ext.tools.simulation import Durations, simulate, streams
 from spectrain_ext.transport import Edge
 
 F, B, UPDATE, LOSS, PULL = Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE, Kind.LOSS, Kind.PULL

@@ -1,0 +1,1 @@
+"""Tools around the engine, each loaded when it is used: models, plans, simulations, commands."""
