@@ -23,7 +23,10 @@ TOOLS = PACKAGE / "tools"  # all else is the engine
 TESTS = ROOT / "tests"
 
 #: Files of rooms that documents, or an entry point, name as modules of their own.
-DOCUMENTED = {f"spectrain_ext.{name}" for name in ("cli.__main__", "operators.laws")}
+DOCUMENTED = {
+    f"spectrain_ext.{name}"
+    for name in ("tools.commands.__main__", "operators.laws", "passes.averaging", "passes.codecs")
+}
 
 
 class Figure(NamedTuple):

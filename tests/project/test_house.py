@@ -9,34 +9,65 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 
 import pytest
-from helpers.house import FIGURES, PACKAGE, ROOT, SLACK, counts, inner_imports, loaded_by_example
+from helpers.house import (
+    DOCUMENTED,
+    FIGURES,
+    PACKAGE,
+    ROOT,
+    SLACK,
+    counts,
+    inner_imports,
+    loaded_by_example,
+)
 
 import spectrain_ext as st
+from spectrain_ext.later import MOVED, NAMES
 
 #: Each package imports only from lower levels, never from its own level.
 FLOORS = (
-    {"_C", "codecs", "errors", "extras", "files", "interrupts", "rng", "threads"},
+    {
+        "_C",
+        "cutting",
+        "errors",
+        "extras",
+        "files",
+        "interrupts",
+        "later",
+        "modules",
+        "rng",
+        "threads",
+    },
     {"operators", "schedule"},
-    {"optim", "method", "transport", "simulation"},
-    {"weights", "timelines", "partitioning"},
-    {"pipeline", "planning"},
-    {"passes", "observation"},
+    {"optim", "method", "transport"},
+    {"weights", "partitioning"},
+    {"pipeline"},
+    {"passes"},
     {"distributed"},
     {"checkpoint"},
-    {"cli"},
+    {"tools.models", "tools.simulation"},
+    {"tools.metrics", "tools.planning", "tools.timelines"},
+    {"tools.commands"},
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 NATIVE = ("core", "rules", "kernels", "plan", "bindings")
 
-MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
+STOREYS = PACKAGE / "__init__.py", PACKAGE / "tools" / "__init__.py"
+MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if path not in STOREYS]
+
+
+def room_named(name: str) -> str:
+    """Return the room that has a module, named below the package."""
+    first, *rest = name.split(".")
+    return ".".join([first, *rest[:1]]) if first == "tools" else first
 
 
 def room_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return room_named(".".join(path.relative_to(PACKAGE).with_suffix("").parts))
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -57,10 +88,10 @@ def test_every_room_has_its_floor() -> None:
 
 def test_the_architecture_page_shows_this_house() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
-    shown = dict(re.findall(r"^\| (\d) \| (.*) \|$", page, re.MULTILINE))
+    shown = dict(re.findall(r"^\| (\d+) \| (.*) \|$", page, re.MULTILINE))
     assert len(shown) == len(FLOORS)
     for floor, rooms in enumerate(FLOORS):
-        assert set(re.findall(r"`(\w+)`", shown[str(floor)])) == rooms
+        assert set(re.findall(r"`([\w.]+)`", shown[str(floor)])) == rooms
     named = set(re.findall(r"`([\w/]+\.(?:py|h|cpp))`", page))
     files = [
         str(path.relative_to(ROOT))
@@ -73,17 +104,56 @@ def test_the_architecture_page_shows_this_house() -> None:
     ] == []
 
 
+PARTITIONING = PACKAGE / "partitioning" / "__init__.py"
+
+
 def test_imports_point_downwards_and_never_to_the_root() -> None:
     wrong = []
     for path in MODULES:
         here = room_of(path)
         for name in imported(path):
             package, _, below = name.partition(".")
-            there = below.split(".")[0]
+            there = room_named(below)
             floor = FLOOR.get(there, len(FLOORS))  # no level: the package's root
+            if path == PARTITIONING and there == "tools.models":
+                continue  # for type checkers: ``later`` loads it
             if package == "spectrain_ext" and there != here and floor >= FLOOR[here]:
                 wrong.append(f"{path.relative_to(ROOT)} imports {name}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_engine_finds_tools_by_one_table_of_names() -> None:
+    named = set()
+    for path in MODULES:
+        if room_of(path) == "later" or room_of(path).startswith("tools."):
+            continue
+        tree = ast.parse(path.read_text())
+        outside = [node for node in tree.body if not _is_for_types(node)]
+        text = "\n".join(ast.unparse(node) for node in outside if not isinstance(node, ast.Expr))
+        assert "spectrain_ext.tools" not in text, path
+        named |= set(re.findall(r"later\('(\w+)'\)", text))
+    assert named < set(NAMES)
+
+
+def _is_for_types(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+def test_tools_know_only_what_the_engines_rooms_show() -> None:
+    inner = []
+    for path in (path for path in MODULES if room_of(path).startswith("tools.")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            package, _, below = module.partition(".")
+            own = package == "spectrain_ext" and not below.startswith("tools.")
+            if own and "." in below and module not in DOCUMENTED:
+                inner.append(f"{path.relative_to(ROOT)} imports {module}")
+    assert not inner, "\n".join(inner)
+
+
+def test_modules_are_found_by_the_names_that_they_had() -> None:
+    for old, new in MOVED.items():
+        assert import_module(f"spectrain_ext.{old}") is import_module(f"spectrain_ext.{new}")
 
 
 def test_no_circle_of_files() -> None:
@@ -102,17 +172,19 @@ def test_no_circle_of_files() -> None:
 
 
 def test_process_groups_are_known_upstairs_only() -> None:
-    """Except in `partition`, which makes all ranks cut alike."""
-    upstairs = ("distributed", "checkpoint", "cli", "partitioning")
+    """Except in `partition`, which makes all ranks cut alike; tracing marks cuts by torch's own."""
+    upstairs = ("distributed", "checkpoint", "tools.commands", "tools.models", "partitioning")
     for path in MODULES:
         found = {name for name in imported(path) if name.startswith("torch.distributed")}
         assert not found or room_of(path) in upstairs, path
 
 
 def test_the_command_line_is_known_to_itself_only() -> None:
+    """Except that ``fit`` shows its progress by rich."""
     for path in MODULES:
-        found = {name for name in imported(path) if name.split(".")[0] == "click"}
-        assert not found or room_of(path) == "cli", path
+        if room_of(path) != "tools.commands":
+            used = {name.split(".")[0] for name in imported(path)} & {"click", "rich"}
+            assert used == ({"rich"} if path.name == "fitting.py" else set()), path
 
 
 @pytest.mark.parametrize("folder", NATIVE)
@@ -131,7 +203,7 @@ def test_an_import_loads_what_training_needs_and_nothing_else() -> None:
     loaded = done.stdout.decode().split()
     rooms = {name.split(".")[1] for name in loaded if name.startswith("spectrain_ext.")}
     needed = {"operators", "optim", "method", "schedule", "pipeline", "transport", "weights"}
-    assert rooms == needed | FLOORS[0] - {"codecs", "extras", "files"}
+    assert rooms == needed | FLOORS[0] - {"extras", "files", "modules"}
     heavy = {"safetensors", "matplotlib", "sklearn", "click", "rich"}
     assert not heavy & set(loaded)
 
@@ -139,8 +211,8 @@ def test_an_import_loads_what_training_needs_and_nothing_else() -> None:
 @pytest.mark.processes
 def test_a_run_in_a_process_simulates_plans_and_draws_nothing() -> None:
     rooms = {room_of(path) for path in loaded_by_example()}
-    upstairs = {"checkpoint", "cli", "distributed", "observation"}
-    assert not rooms & {"tools", "simulation", "planning", "timelines", *upstairs}
+    assert "partitioning" in rooms
+    assert not {room for room in rooms if FLOOR.get(room, 0) > FLOOR["pipeline"]}
 
 
 @pytest.mark.processes
@@ -191,9 +263,9 @@ def test_whatever_users_are_given_is_documented() -> None:
 #: What studies import below the packages' public interfaces: training without a pipeline uses parts
 #: of the engine.
 BEHIND_FACES = {
-    *("method.formulas", "operators.averaging", "passes.compress", "pipeline.updates"),
-    *("pipeline.pipeline", "pipeline.ties", "timelines.timeline", "transport.message"),
-    "weights.storage",
+    *("method.formulas", "passes.averaging", "passes.codecs", "passes.compress"),
+    *("pipeline.pipeline", "pipeline.ties", "pipeline.updates", "tools.timelines.timeline"),
+    *("transport.message", "weights.storage"),
 }
 
 
@@ -203,8 +275,8 @@ def test_studies_use_no_more_behind_the_rooms_faces_than_is_listed() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.level == 0:
                 package, _, below = (node.module or "").partition(".")
-                room, _, file = below.partition(".")
-                if package == "spectrain_ext" and file and room != "cli":
+                inner = room_named(below) != below
+                if package == "spectrain_ext" and inner and room_named(below) != "tools.commands":
                     found.add(below)
     assert found == BEHIND_FACES
 
