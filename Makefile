@@ -190,7 +190,7 @@ $(VENV)/.sources: $(VENV)/.made FORCE
 $(VENV)/.package: $(VENV)/.torch $(VENV)/.build-tools $(VENV)/.sources $(PACKAGE_SOURCES) README.md LICENSE
 	@rm -rf build/lib build/lib.*
 	@echo 'compiling and installing spectrain_ext: two minutes on two cores with a CUDA compiler, one without'
-	PATH="$(abspath $(BIN)):$$PATH" $(INSTALL) --quiet --no-build-isolation .
+	PATH="$(abspath $(BIN)):$$PATH" $(INSTALL) --quiet --no-build-isolation '.[commands]'
 	@$(BIN)/python -P -c 'from spectrain_ext import _C; print(_C.build_info())'
 	@touch $@
 

@@ -31,9 +31,9 @@ from torch import nn
 import spectrain_ext as st
 from spectrain_ext.method import find_method
 from spectrain_ext.partitioning import cut_at
+from spectrain_ext.schedule import Replicas
 from spectrain_ext.tools.planning import Layers, Link, measure_layers
 from spectrain_ext.tools.planning.costs import Costs, Setting, Way
-from spectrain_ext.schedule import Replicas
 
 PROCESSES = (2, 3, 4)
 #: Layers of each block, for a model with equal blocks and one with unequal blocks.

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from spectrain_ext import _C
-from spectrain_ext.tools.commands.doctor import cpu_name, installed
 from spectrain_ext.files import finite
 from spectrain_ext.threads import cores
+from spectrain_ext.tools.commands.doctor import cpu_name, installed
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from spectrain_ext.errors import check_int
+from spectrain_ext.extras import require
 
 from .losses import Keep, Result
 
@@ -54,6 +55,8 @@ def fitted(
             f"there are {epochs} epochs; give what makes a new iterator every time, as a list "
             "or a DataLoader does"
         )
+    if progress:
+        require("rich", "progress=True needs rich", "pip install 'spectrain_ext[commands]'")
     begun: list[int] = []
     losses = _Losses()
     of_epochs = _epochs(own_batches, begun, epochs)

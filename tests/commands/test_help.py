@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import pytest
 from click.shell_completion import BashComplete
@@ -50,3 +52,31 @@ def test_values_complete(words, offered, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert completed(*words.split(" ")) == [("plain", value) for value in offered]
     assert completed("plan", "--profile", "a") == [("file", "a")]
+
+
+BLOCKED = """
+import sys
+sys.modules["click"] = sys.modules["rich"] = None  # importing them raises ImportError
+import torch
+from torch import nn
+import spectrain_ext as st
+from spectrain_ext.tools.commands import main
+
+pipe = st.Pipeline([nn.Linear(2, 1)], lambda p: st.optim.SGD(p, lr=0.1), nn.functional.mse_loss)
+batches = [(torch.ones(4, 2), torch.ones(4, 1))] * 2
+assert len(pipe.fit(batches)) == 1
+try:
+    pipe.fit(batches, progress=True)
+except ModuleNotFoundError as error:
+    assert pipe.minibatches == 2
+    print(error)
+main()
+"""
+
+
+@pytest.mark.processes
+def test_without_click_and_rich_training_works_and_the_rest_names_the_extra() -> None:
+    done = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True)
+    remedy = "which is not installed: pip install 'spectrain_ext[commands]'"
+    assert done.stdout == f"progress=True needs rich, {remedy}\n", done.stderr
+    assert (done.returncode, done.stderr) == (1, f"spectrain: spectrain needs click, {remedy}\n")

@@ -1,4 +1,4 @@
-"""Joins the commands in ``spectrain``, also for ``python -m spectrain_ext.cli``."""
+"""Joins the commands in ``spectrain``, also for ``python -m spectrain_ext.tools.commands``."""
 
 from typing import Any
 
