@@ -309,7 +309,7 @@ def errors(results: Path) -> str:
 
 
 def known_to_planner(results: Path) -> str:
-    """Return ``spectrain_ext/tools/planning/quality.json``: gaps and updates of methods, a row a line."""
+    """Return ``tools/planning/quality.json``: gaps and updates of methods, a row a line."""
 
     def rounded(value: float | None) -> float | None:
         return None if value is None else round(value, 4)

@@ -147,10 +147,11 @@ def tensors_in(encoded: Any) -> Iterator[str]:
 #   tensors                  name: {dtype, shape, file, sha256, order?}, to which {"$tensor": name}
 #                            refers; order: the dimensions by descending stride, if not contiguous
 #   stages                   [{stage, parameters, left_out, weights, masters, optimizer, scheduler,
-#                            random, averaging?, base?}]
-#                            base: {name: {dtype, shape, sha256?}}, of tensors that are frozen and
+#                            passes, random, base?}]
+#                            passes: {class: {of_parameters, rest}}
+#                            base: {name: {dtype, shape, sha256?}}, of frozen tensors that are
 #                            not saved
-#   replicas                 the same of averaged replicas, else {stage, replica, random}
+#   replicas                 the same of replicas with own weights, else {stage, replica, random}
 #   processes                [{random, sampler}]
 #   extra                    the user's
 

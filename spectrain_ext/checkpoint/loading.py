@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spectrain_ext.distributed.store import Peers
 from spectrain_ext.errors import CheckpointError
 from spectrain_ext.files import identity, present
 from spectrain_ext.later import later
+from spectrain_ext.peers import Peers
 from spectrain_ext.pipeline.pipeline import Pipeline
 
 from . import storage
 from .documents import NAME, Json, decode, digest, dtype_of, read, tensors_in
 from .parts import Item, Part, Stateful, Taken, parts_of
 from .progress import Generators, SamplerState, Training
-from .saving import items_of, together
+from .saving import items_of, passes_of, together
 from .weights import Weights, base_of, check_trains, check_values, piece_of, weights_of
 
 _logger = logging.getLogger(__name__)
@@ -154,6 +154,11 @@ def _load(
             body = _renamed(body, each.names)
     known.update(name for names in taken for name in names)
     with peers.attempt(doing, str(directory)), _unless_forged(directory):
+        if not only_model and any("averaging" in replica for replica in body["replicas"]):
+            raise ValueError(
+                "was saved by an earlier version, whose averages cannot be continued; "
+                "only_model=True loads the averaged weights"
+            )
         views = [body if only_model else _document_for(body, part) for part in parts]
         weights: list[Item] = [Weights(part) for part in parts]
         states = [(item, item.match(view)) for item, view in zip(weights, views, strict=True)]
@@ -172,9 +177,10 @@ def _load(
         if sampler is not None:
             items.append((SamplerState(sampler, peers.rank), body))
         for part, view in zip(parts, views, strict=True):
-            for key, item in items_of(part).items():
-                if key == "averaging" or not only_model:
-                    items.append((item, view))
+            # Passes hear of other weights in any case.
+            nothing = {**view, "stages": []} if only_model else view
+            items += [(item, nothing) for item in passes_of(part).values()]
+            items += [(item, view) for item in items_of(part).values() if not only_model]
         generators = Generators(parts, peers.rank, peers.size)
         if not only_model:
             items.append((generators, body))
@@ -331,13 +337,11 @@ def _renamed(body: Json, names: Mapping[str, str]) -> Json:
 
 
 def _document_for(body: Json, part: Part) -> Json:
-    """Return a part's document: an averaged replica's own state is used where it fits."""
-    every = [r for r in body["replicas"] if r["stage"] == part.stage and "averaging" in r]
+    """Return a part's document: the state of a replica of its own is used where it fits."""
+    every = [r for r in body["replicas"] if r["stage"] == part.stage and "weights" in r]
     own = [replica for replica in every if replica["replica"] == part.replica]
     alike = (
-        part.averaged is not None
-        and len(every) == part.replicas
-        and part.as_saved(body) is not None
+        part.apart is not None and len(every) == part.replicas and part.as_saved(body) is not None
     )
     # Copies of another stage's buffers are in none of its own.
     return {**body, "stages": own, "of_all_stages": body["stages"]} if alike else body

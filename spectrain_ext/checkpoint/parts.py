@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from spectrain_ext.cutting import cut_of
-from spectrain_ext.distributed.pipeline import DistributedPipeline
-from spectrain_ext.passes import AverageWeights, averagers
 from spectrain_ext.pipeline.names import bare, full_names
+from spectrain_ext.pipeline.passes import Pass
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.pipeline.ties import Copy, copies_in, names_of
 from spectrain_ext.rng import StageRandom
+from spectrain_ext.weights import StageWeights
 from spectrain_ext.weights.storage import local_part
 
 from .documents import Json, Keep, encode
@@ -103,9 +103,11 @@ class Part:
     random: StageRandom | None = None  # None: it uses the process's generators
     # float32 weights that the optimizer updates in the place of narrower parameters
     masters: Mapping[Tensor, Tensor] = field(default_factory=dict)
+    weights: StageWeights | None = None
+    passes: Sequence[Pass] = ()
     replica: int = 0  # the first replica's weights are saved
     replicas: int = 1
-    averaged: AverageWeights | None = None  # averages its weights over replicas
+    apart: Pass | None = None  # has replicas train on minibatches of their own
     # names of tensors that an earlier stage saves, with their names there
     tied: Mapping[str, Sequence[str]] = field(default_factory=dict)
     trainable_only: TrainableOnly = False
@@ -160,18 +162,8 @@ def parts_of(
     target.check_drained("a checkpoint")
     if bind:
         target.masters(bind)
-    stages, over_ranks = target._executor.stages, isinstance(target, DistributedPipeline)
-    averaged = averagers(stages)
-    replica, replicas, shard, shards = 0, 1, 0, 1
-    if isinstance(target, DistributedPipeline):
-        replica, replicas = target.replica, target.replicas[stages[0].index]
-        of = target._processes.replicas
-        shard, shards = of.shard_of(target.rank), len(of.rows[0])
-    elif averaged:
-        raise ValueError(
-            "a pipeline that is averaged side by side with others has a part of the state; "
-            "checkpoints are for DistributedPipeline"
-        )
+    stages, processes = target._executor.stages, target._executor.processes
+    counts, spans = processes.replicas.counts, len(stages) < processes.replicas.stages
     modules = {stage.index: stage.module for stage in stages}
 
     def names_elsewhere(copy: Copy) -> Sequence[str]:
@@ -191,9 +183,15 @@ def parts_of(
         buffers = cut_of(module).copied_buffers  # that an earlier stage saves
         for key, name in names.items():
             # in one process another module may replace the earlier stage
-            if bare(key) in buffers and (over_ranks or name in known):
+            if bare(key) in buffers and (spans or name in known):
                 tied[name] = [name]
         known.update(names.values())
+        apart = next((each for each in stage.passes if each.own_minibatches), None)
+        if apart is not None and counts[k] == 1:
+            raise ValueError(
+                "a pipeline whose replicas are other pipelines has a part of the state; "
+                "checkpoints are for DistributedPipeline"
+            )
         parts.append(
             Part(
                 k,
@@ -203,12 +201,14 @@ def parts_of(
                 None if weights is None else weights.scheduler,
                 stage.random,
                 {} if weights is None else weights.masters(),
-                replica,
-                replicas,
-                averaged.get(k),
+                weights,
+                stage.passes,
+                processes.replica,
+                counts[k],
+                None if weights is None else apart,
                 tied,
-                shard=shard,
-                shards=shards,
+                shard=processes.shard,
+                shards=processes.shards,
             )
         )
     return parts

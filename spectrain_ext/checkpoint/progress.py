@@ -1,21 +1,23 @@
-"""Saves a training's progress: schedulers, samplers, averaging, random numbers, counts."""
+"""Saves a training's progress: schedulers, samplers, passes, random numbers, counts."""
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from spectrain_ext.passes import AverageWeights
+from spectrain_ext.pipeline.passes import Pass
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.rng import RNG_LOCK, States
+from spectrain_ext.weights.storage import local_part
 
-from .documents import Json, Keep, decode
+from .documents import Json, Keep, decode, encode, tensors_in
 from .parts import Item, Part, Stateful
+from .weights import part_like
 
 
 class SchedulerState(Item):
@@ -202,33 +204,72 @@ def stage_states(part: Part) -> States:
     return [] if part.random is None else part.random.states()
 
 
-class AveragingState(Item):
-    """The averaging state of one stage's replica; empty before it has begun."""
+class PassState(Item):
+    """One stage's copy of a pass; what it has of a parameter follows that into other cuts."""
 
-    def __init__(self, part: Part, averaged: AverageWeights) -> None:
-        self.what = f"the averaging of stage {part.stage}"
-        self.key = f"averaging.stage{part.stage}"
-        self._stage = part.stage
-        self._averaged = averaged
+    def __init__(self, part: Part, own: Pass) -> None:
+        self._part, self._pass, self._kind = part, own, type(own).__name__
+        self.what = f"the {self._kind} of stage {part.stage}"
+        self.key = f"pass.stage{part.stage}.{self._kind}"
+        self._named = dict(part.module.named_parameters(remove_duplicate=False))
 
-    def state(self) -> list[Any]:
-        return [*self._averaged.state()]
+    def state(self) -> dict[str, Any]:
+        return self._pass.state_dict()
 
-    def match(self, body: Json) -> Any:
-        """Return this replica's averaging state; the entry of the average has none."""
-        saved = [
-            stage["averaging"]
-            for stage in body["stages"]
-            if stage["stage"] == self._stage and "averaging" in stage
-        ]
-        return saved[0] if saved else [{}, 0]
+    def saved(self, keep: Keep) -> Json:
+        names, of_parameters, rest = self._part.names, {}, {}
+        for key, value in self.state().items():
+            p = self._named.get(key)
+            if p is None:
+                rest[key] = value
+            else:
+                alike = isinstance(value, Tensor) and value.shape == local_part(p).shape
+                of_parameters[names[key]] = part_like(value, p) if alike else value
+        state = {"of_parameters": of_parameters, "rest": rest}
+        found: Json = encode(state, self.what.removeprefix("the "), keep, self.key)
+        return found
 
-    def put(self, state: Any) -> None:
-        """Load a state; ValueError if it belongs to another kind of averaging."""
-        self._averaged.load_state(*state)
+    def match(self, body: Json) -> Json:
+        """Return the state of this stage, from the saved stages that had its parameters."""
+        part, own = self._part, {*self._part.parameter_names().values()}
+        same = part.as_saved(body)
+        stages = [s for s in body["stages"] if own & {*s["parameters"]}] if same is None else [same]
+        found = {
+            stage["stage"]: stage["passes"][self._kind]
+            for stage in stages
+            if self._kind in stage.get("passes", {})
+        }
+        first = next(iter(found), None)
+        state: dict[str, Any] = {} if first is None else dict(found[first]["rest"])
+        of_parameters: Json = {}
+        for stage, each in found.items():
+            if _digests(each["rest"], body) != _digests(state, body):
+                raise ValueError(
+                    f"its stages {first} and {stage} have different states of {self._kind}, and "
+                    f"stage {part.stage} has parameters of both"
+                )
+            of_parameters |= each["of_parameters"]
+        for key, p in self._named.items():
+            if part.names[key] in of_parameters:
+                state[key] = of_parameters[part.names[key]]
+                part.cuts.update(dict.fromkeys(tensors_in(state[key]), p))
+        return state
 
-    def undo(self) -> Callable[[], object]:
-        return self._averaged.undo()
+    def put(self, state: dict[str, Any]) -> None:
+        self._pass.weights_loaded()
+        self._pass.load_state_dict(state)
+
+
+def _digests(value: Any, body: Json) -> Any:
+    """Return a part of a document with the digests of tensors in the place of their names."""
+    if isinstance(value, list):
+        return [_digests(each, body) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if "$tensor" in value:
+        entry = body["tensors"][value["$tensor"]]
+        return [entry["dtype"], entry["shape"], entry["sha256"]]
+    return {key: _digests(each, body) for key, each in value.items()}
 
 
 def _listed(keys: Set[str]) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spectrain_ext.distributed.pipeline import DistributedPipeline
-from spectrain_ext.distributed.store import Peers
 from spectrain_ext.files import discard, new_draft
+from spectrain_ext.peers import Peers
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.weights.storage import whole
 
@@ -23,8 +22,8 @@ from .documents import Json, Keep, encode
 from .optimizers import OptimizerState
 from .parts import Item, Part, Stateful, TrainableOnly, check_trainable_only, parts_of
 from .progress import (
-    AveragingState,
     Generators,
+    PassState,
     SamplerState,
     SchedulerState,
     Training,
@@ -105,7 +104,8 @@ def save(
                 check_trainable_only(trainable_only, target)
                 parts = parts_of(target, optimizer, scheduler)
                 if only_model:
-                    parts = [replace(p, optimizer=None, scheduler=None, masters={}) for p in parts]
+                    bare: Any = {"optimizer": None, "scheduler": None, "masters": {}}
+                    parts = [replace(part, passes=(), **bare) for part in parts]
                 parts = [replace(p, trainable_only=trainable_only) for p in parts]
                 if is_first:
                     begun.append([storage.taken(path, overwrite), new_draft(path).name])
@@ -114,7 +114,8 @@ def save(
                 raise FileExistsError(reason)
             draft = path.with_name(name)
             with peers.attempt(preparing):
-                averages = [None if p.averaged is None else p.averaged.average()() for p in parts]
+                apart = [part.apart for part in parts]
+                averages = [None if own is None else own.evaluated_weights()() for own in apart]
             given: Given = {}
             with peers.attempt(preparing) as shared:
                 document = _document(parts, averages, peers, sampler, given)
@@ -156,21 +157,19 @@ def save(
             raise
 
 
-@contextmanager
-def together(target: nn.Module, doing: str) -> Iterator[Peers]:
-    """Yield the processes that save or load; a pipeline's ranks watch one another meanwhile."""
-    if isinstance(target, DistributedPipeline):
-        with target.together(doing):
-            yield Peers(target._processes.all_ranks.host, target._board.busy)
-    else:
-        yield Peers(alone=True)
+def together(target: nn.Module, doing: str) -> AbstractContextManager[Peers]:
+    """Return a context for the processes that save or load, which are a pipeline's."""
+    return target.together(doing) if isinstance(target, Pipeline) else nullcontext(Peers())
+
+
+def passes_of(part: Part) -> dict[str, PassState]:
+    """Return the state of a stage's passes, by their classes' names."""
+    return {type(each).__name__: PassState(part, each) for each in part.passes}
 
 
 def items_of(part: Part) -> dict[str, Item]:
-    """Return a stage's state besides weights and random numbers, by its key in a document."""
+    """Return a stage's optimizer and scheduler, by their keys in a document."""
     found: dict[str, Item] = {}
-    if part.averaged is not None:
-        found["averaging"] = AveragingState(part, part.averaged)
     if part.optimizer is not None:
         found["optimizer"] = OptimizerState(part, part.optimizer)
     if part.scheduler is not None:
@@ -206,7 +205,9 @@ def _document(
         if average is not None:  # the average is shared; each replica also saves its own state
             content |= _of_stage(part, _keeper(given, f"replica{part.replica}.", takes))
             if part.replica == 0:
-                stages.append({k: v for k, v in (content | average).items() if k != "averaging"})
+                kept = dict(content["passes"])
+                kept.pop(type(part.apart).__name__, None)  # of the replica's own weights
+                stages.append({**content, **average, "passes": kept})
         replicas.append(content)
     shared = {key: list(tensor.shape) for key, (tensor, _) in given.items()}
     shares = [parts[0].stage, parts[0].replica, shared if parts[0].shards > 1 else {}]
@@ -267,16 +268,18 @@ def _keeper(
 
 def _of_stage(part: Part, keep: Keep) -> Json:
     items = {key: item.saved(keep) for key, item in items_of(part).items()}
-    return {"optimizer": None, "scheduler": None, **Weights(part).saved(keep), **items}
+    found = {name: item.saved(keep) for name, item in passes_of(part).items() if item.state()}
+    own = {"optimizer": None, "scheduler": None, "passes": found}
+    return {**own, **Weights(part).saved(keep), **items}
 
 
 def _averaged(part: Part, values: Sequence[Tensor] | None, keep: Keep) -> Json | None:
     """Return a stage's weights with their averages over replicas, on its first replica."""
-    if part.averaged is None or values is None:
+    if part.weights is None or values is None:
         return None
     if part.replica:
         return {}
-    with part.averaged.holding([*values]):
+    with part.weights.holding(values):
         return Weights(part).saved(lambda key, tensor: keep(key, tensor.clone()))
 
 

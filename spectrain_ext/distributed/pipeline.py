@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from math import lcm
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import ref
@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from spectrain_ext.cutting import cut_of
 from spectrain_ext.method import Method, find_method
-from spectrain_ext.passes import averagers
+from spectrain_ext.peers import Peers
 from spectrain_ext.pipeline.batch import SplitDim
 from spectrain_ext.pipeline.evaluation import minibatches
 from spectrain_ext.pipeline.fitting import share_of
@@ -31,7 +31,7 @@ from spectrain_ext.schedule import Replicas
 from .board import Board
 from .mesh import layout_of, members_of
 from .ranks import Ranks
-from .store import Peers
+from .store import GroupPeers
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -229,12 +229,6 @@ class DistributedPipeline(Pipeline):
             raise ValueError(_needs_all(*share))
         return checked_batches(batches)
 
-    def _gather_from_ranks(self, make: Callable[[], Any], doing: str) -> list[Any]:
-        with self.together(doing):
-            with Peers(self._processes.all_ranks.host, self._board.busy).attempt(doing) as found:
-                found.append(make())
-            return found
-
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Set the parameters to the replicas' average inside a ``with`` block, between two runs.
@@ -251,28 +245,35 @@ class DistributedPipeline(Pipeline):
         with ExitStack() as held, self._executor.callers_turn():
             what = "averaging the replicas"
             with self.together(what), self._board.busy(what):
-                averaged = averagers(self._executor.stages).values()
-                found = [(each, each.average()()) for each in averaged]
-            for each, values in found:
-                held.enter_context(each.holding(values))
+                found = [
+                    (stage.weights, each.evaluated_weights()())
+                    for stage in self._executor.stages
+                    for each in stage.passes
+                    if each.own_minibatches and stage.weights is not None
+                ]
+            for weights, values in found:
+                held.enter_context(weights.holding(values))
             yield
 
     def _forward_all(self, *given: Any, **more: Any) -> None:
         with self.averaged() if self._processes.own_minibatches else nullcontext():
             super()._forward_all(*given, **more)
 
-    def together(self, what: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def together(self, what: str) -> Iterator[Peers]:
         """Watch the other ranks during work that all ranks do together between two runs.
 
         If a rank fails or keeps the others waiting, all of them end as in a run.
-        All ranks enter it, in the same order. Checkpoints use it.
+        All ranks enter it, in the same order. Checkpoints use it. Yields the ranks, which can
+        exchange values and errors.
 
         Raises:
             RankError: on exit, if another rank ended or kept this one waiting too long.
             RuntimeError: a run has not ended, or an earlier one failed.
         """
         self.check_drained(what)
-        return self._board.together(what)
+        with self._board.together(what):
+            yield GroupPeers(self._processes.all_ranks.host, self._board.busy)
 
     def forward(self, value: Any = None) -> Any:
         """Compute the whole pipeline's output for one batch with the true weights.

@@ -73,6 +73,7 @@ class Ranks(Processes):
         self._members, self._prefix, self._board = members, prefix, board
         self._where = where and f"{where}: "
         self._shards, self.sharded = shards, shards is not None
+        self.shard, self.shards = replicas.shard_of(board.rank), len(replicas.rows[0])
         self._clip_norm, self._settings = clip_norm, settings
         self._of_stage = {"clip_norm": clip_norm, **of_stage}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from functools import cache
 from ipaddress import ip_address
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import DistStoreError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from spectrain_ext.errors import CheckpointError
+from spectrain_ext.peers import Peers
 
 from .failures import is_broken_connection
 
@@ -208,24 +208,16 @@ def connection(store: Store, patience: float, timeout: float) -> Store:
 # Values
 
 
-class Peers:
-    """The processes of a group (None: the default group, or this process alone)."""
+class GroupPeers(Peers):
+    """The processes of a group, of which a pipeline's ranks watch one another meanwhile."""
 
     def __init__(
-        self,
-        group: dist.ProcessGroup | None = None,
-        busy: Callable[[str], AbstractContextManager[object]] = nullcontext,  # ``Board.busy``
-        alone: bool = False,  # this process alone, whatever groups there are
+        self, group: dist.ProcessGroup, busy: Callable[[str], AbstractContextManager[object]]
     ) -> None:
-        self.rank, self.size = 0, 1
-        if not alone and dist.is_available() and dist.is_initialized():
-            self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._group, self._busy = group, busy
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return every process's value, by rank; ConnectionError if a process has ended."""
-        if self.size == 1:
-            return [value]
         # JSON, because torch's object collectives unpickle messages, which can execute code.
         text = json.dumps(value).encode()
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
@@ -240,32 +232,3 @@ class Peers:
                 raise ConnectionError(f"the processes have lost one another: {error}") from error
             raise
         return [json.loads(each.numpy().tobytes()) for each in texts]
-
-    @contextmanager
-    def attempt(self, doing: str, what: str = "") -> Iterator[list[Any]]:
-        """Work in every process; an error in one is raised in all.
-
-        Yields a list, to which the work may append one value; afterwards it has those of all
-        processes, by rank. With ``what``, the error is one CheckpointError in all.
-        """
-        values: list[Any] = []
-        caught = None
-        try:
-            with self._busy(doing):
-                yield values
-            mine = {"value": values.pop() if values else None}
-        except Exception as error:
-            caught = error
-            message = str(error) if isinstance(error, CheckpointError) else None
-            mine = {"error": f"{type(error).__name__}: {error}", "message": message}
-        found = self.all_gather(mine)
-        errors = [(rank, answer) for rank, answer in enumerate(found) if "error" in answer]
-        listed = [f"process {rank}: {answer['error']}" for rank, answer in errors]
-        if errors and what:
-            told = errors[0][1]["message"] or f"{what}: {'; '.join(listed)}"
-            raise CheckpointError(told) from caught
-        if caught is not None:
-            raise caught
-        if errors:
-            raise RuntimeError(listed[0])
-        values[:] = [answer["value"] for answer in found]

@@ -6,7 +6,7 @@ from spectrain_ext.pipeline.passes import Pass
 from spectrain_ext.schedule import Kind
 
 from . import averaging, codecs
-from .average import AverageWeights, averagers
+from .average import AverageWeights
 from .compress import Compress
 from .finite import CheckFinite
 from .offload import OffloadActivations
@@ -20,7 +20,6 @@ __all__ = [
     "OffloadActivations",
     "Pass",
     "ShareLoss",
-    "averagers",
     "averaging",
     "codecs",
 ]

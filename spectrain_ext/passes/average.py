@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Self
 
-import torch
 from torch import Tensor
 
 from spectrain_ext.method import Method
@@ -139,50 +136,23 @@ class AverageWeights(Pass):
     def weights_loaded(self) -> None:
         self._averager = None  # its center belongs to other weights
 
-    def average(self) -> Callable[[], list[Tensor]]:
-        """Start averaging for an evaluation; all replicas call this, and then its result."""
+    def evaluated_weights(self) -> Callable[[], list[Tensor]]:
         own = self._row_between_runs()
         average = (self._averager or self._made(own)).average(own)
         return lambda: list(taken_apart(average(), self._weights.params))
 
-    @contextmanager
-    def holding(self, values: list[Tensor]) -> Iterator[None]:
-        """Inside, the parameters have these values; afterwards their own."""
-        params = self._weights.params
-        before = [p.detach().clone() for p in params]
-        with torch.no_grad():
-            torch._foreach_copy_(params, values)
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                torch._foreach_copy_(params, before)
-
     # Checkpoints.
 
-    def state(self) -> tuple[dict[str, Tensor], int]:
-        """Return its tensors without the weights, and its updates; empty before the first run."""
-        return ({}, 0) if self._averager is None else self._averager.state()
+    def state_dict(self) -> dict[str, Any]:
+        if self._averager is None:
+            return {}
+        tensors, updates = self._averager.state()
+        return {"updates": updates, "tensors": tensors}
 
-    def load_state(self, tensors: Mapping[str, Tensor], updates: int) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state; ValueError if it does not fit."""
-        if not tensors:
-            self._averager = None
-            return
-        made = self._made(self._row_between_runs())
-        made.load_state(tensors, updates)
+        made = None
+        if state:
+            made = self._made(self._row_between_runs())
+            made.load_state(state["tensors"], state["updates"])
         self._averager = made
-
-    def undo(self) -> Callable[[], None]:
-        """Return a function that restores the present state."""
-        return partial(setattr, self, "_averager", self._averager)
-
-
-def averagers(stages: Iterable[Stage]) -> dict[int, AverageWeights]:
-    """Return the pass of each stage whose weights are averaged, by the stage's index."""
-    return {
-        stage.index: each
-        for stage in stages
-        for each in stage.passes
-        if isinstance(each, AverageWeights) and stage.weights is not None
-    }

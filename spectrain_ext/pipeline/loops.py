@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from spectrain_ext.cutting import cut_of
+from spectrain_ext.peers import Peers
 from spectrain_ext.schedule import Place, find_generator
 
 from .batch import without_dropped_columns
@@ -49,9 +51,16 @@ class Loops(nn.Module):
     def _own_batches(self, batches: Iterable[object] | None) -> Iterable[object]:
         return checked_batches(batches)
 
+    def together(self, what: str) -> AbstractContextManager[Peers]:
+        """Return a context for work that all processes of the pipeline do together."""
+        return nullcontext(Peers())
+
     def _gather_from_ranks(self, make: Callable[[], Any], doing: str) -> list[Any]:
         """Return what ``make`` returns in every process, by rank; values are JSON types."""
-        return [make()]
+        with self.together(doing) as peers:
+            with peers.attempt(doing) as found:
+                found.append(make())
+            return found
 
     # Evaluation.
 

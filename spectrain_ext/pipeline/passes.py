@@ -144,7 +144,25 @@ class Pass:
         raise NotImplementedError
 
     def weights_loaded(self) -> None:
-        """Called when the pipeline has got other weights, by ``load_state_dict``."""
+        """Called when the stage has got other weights: by ``load_state_dict``, or a checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of this stage's copy: JSON types and tensors.
+
+        What stands under a parameter's name in the stage's module follows that parameter into other
+        cuts. All else must be the same in those saved stages of which a stage has parameters.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a ``state_dict``; it is empty if the checkpoint has none for this stage."""
+
+    def evaluated_weights(self) -> Callable[[], list[Tensor]]:
+        """Begin to compute the weights that are evaluated and saved in the place of a replica's.
+
+        With ``own_minibatches`` all replicas call this, and then its result, which waits.
+        """
+        raise NotImplementedError
 
     def tells(self, i: int) -> float:
         """Return a number that all stages get the largest of, see ``tells_all``."""

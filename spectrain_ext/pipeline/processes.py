@@ -38,7 +38,10 @@ class Processes:
     replica = 0  # of its stages, the one that is here
     takes_batches = True  # whether the caller's batches come in at this process
     own_minibatches = False  # whether each replica trains on its own minibatches
-    sharded = False  # whether several processes share a stage by tensor parallelism
+    sharded = False  # whether parameters are DTensors
+    # Several processes may share a stage by tensor parallelism: which this one is, and how many.
+    shard = 0
+    shards = 1
     passes: Sequence[Pass] = ()  # of every stage, before the caller's
     receives_block = False  # a stage then loads weights before it receives
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -270,6 +272,18 @@ class StageWeights:
         master = None if self.storage is None else self.storage.master
         views = {} if master is None else master.flat.views
         return {p: view for p, view in views.items() if view.dtype != p.dtype}
+
+    @contextmanager
+    def holding(self, values: Sequence[Tensor]) -> Iterator[None]:
+        """Inside, between two runs, the parameters have these values; afterwards their own."""
+        before = [p.detach().clone() for p in self.params]
+        with torch.no_grad():
+            torch._foreach_copy_(self.params, list(values))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(self.params, before)
 
     def move(self, weights: Iterable[Tensor]) -> None:
         """Make these the true weights, in the order of ``params``, right after an update."""

@@ -6,14 +6,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import chain, count
+from itertools import count
 from threading import Condition, Thread
 from typing import Any
 
 from oracle.definition import cut
 from torch import Tensor
 
-from spectrain_ext.passes import AverageWeights, Pass, averagers
+from spectrain_ext.passes import AverageWeights, Pass
 from spectrain_ext.passes.averaging import Averaging, Exchange
 from spectrain_ext.pipeline import Microbatches, Pipeline, Result
 from spectrain_ext.rng import StageRandom
@@ -120,13 +120,12 @@ class SideBySide:
         """Provide in all pipelines the parameters of ``DistributedPipeline.averaged``."""
         for pipe in self.pipes:
             pipe.check_drained("averaged")
-        of_pipes = [averagers(pipe._executor.stages).values() for pipe in self.pipes]
-        each = [*chain(*of_pipes)]
-        begun = [averaged.average() for averaged in each]
+        stages = [stage for pipe in self.pipes for stage in pipe._executor.stages if stage.weights]
+        begun = [each.evaluated_weights() for stage in stages for each in stage.passes]
         found = [average() for average in begun]
         with ExitStack() as held:
-            for averaged, values in zip(each, found, strict=True):
-                held.enter_context(averaged.holding(values))
+            for stage, values in zip(stages, found, strict=True):
+                held.enter_context(stage.weights.holding(values))
             yield
 
     def evaluate(
