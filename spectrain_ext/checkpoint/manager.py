@@ -9,12 +9,12 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from spectrain_ext.files import interrupted, recover
 from spectrain_ext.pipeline.executor import keeping
 from spectrain_ext.pipeline.loops import warn_unless_begun
 from spectrain_ext.pipeline.losses import Keep, Result
-from spectrain_ext.pipeline.observer import Observer
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.pipeline.segments import Segment, segments
 
@@ -23,6 +23,9 @@ from .parts import Stateful, TrainableOnly, check_trainable_only
 from .sampler import ShuffledSampler
 from .saving import save, together
 from .storage import drop, more_than_checkpoint
+
+if TYPE_CHECKING:
+    from spectrain_ext.pipeline import Observer
 
 _logger = logging.getLogger(__name__)
 

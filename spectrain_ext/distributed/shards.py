@@ -189,11 +189,10 @@ class TensorParallel(Pass):
 
     sends_gradient = sends_activation
 
-    def received_activation(self, message: Message) -> Message:
+    def received_activation(self, i: int, j: int, message: Message) -> Message:
         return _put_together(message, self._mesh)
 
-    def received_gradient(self, i: int, message: Message) -> Message:
-        return _put_together(message, self._mesh)
+    received_gradient = received_activation
 
     # What autograd saves of a weight is a DTensor, too.
 

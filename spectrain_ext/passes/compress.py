@@ -61,13 +61,13 @@ class Compress(Pass):
     def sends_activation(self, i: int, j: int, message: Message) -> Message:
         return self._packed(i, j, message, False)
 
-    def received_activation(self, message: Message) -> Message:
+    def received_activation(self, i: int, j: int, message: Message) -> Message:
         return self._unpacked(message, False)
 
     def sends_gradient(self, i: int, j: int, message: Message) -> Message:
         return self._packed(i, j, message, True)
 
-    def received_gradient(self, i: int, message: Message) -> Message:
+    def received_gradient(self, i: int, j: int, message: Message) -> Message:
         return self._unpacked(message, True)
 
     def crosses(self, value: Any) -> Any:

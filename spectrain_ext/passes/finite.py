@@ -50,7 +50,6 @@ class CheckFinite(Pass):
         >>> pipe.release()
     """
 
-    tells_all = True
     _largest: Callable[[float], float]  # over the stage's replicas
 
     def __init__(self, then: Literal["raise", "skip"]) -> None:
@@ -92,7 +91,6 @@ class CheckFinite(Pass):
         stage, (states, buffers) = self.stage, self._kept.pop(i)
         if self._agrees:
             stage.random.set_states(states)
-            self.undone += 1
         later = [copies for _, kept in self._kept.values() for copies in kept]
         with stage.computing(writes=(stage.module_buffers,)), torch.no_grad():
             for each in reversed(buffers):  # the loss may contain the module
@@ -125,7 +123,7 @@ class CheckFinite(Pass):
             return message
         return message._replace(tensors=(*message.tensors, self._origins[i]))
 
-    def received_gradient(self, i: int, message: Message) -> Message:
+    def received_gradient(self, i: int, j: int, message: Message) -> Message:
         if self._agrees:
             return message
         *gradients, origin = message.tensors
@@ -176,7 +174,6 @@ class CheckFinite(Pass):
         if not self.skips:
             self._kept.pop(i, None)
             return
-        self.skipped += 1
         stage, is_last = self.stage, bool(self._run.edges.targets)
         if self._origin == stage.index + 1.0 or (self._origin == inf and is_last):
             alone = not self._agrees and not is_last

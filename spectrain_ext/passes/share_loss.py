@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from math import nan
 from typing import TYPE_CHECKING, Self
 
+import torch
 from torch import Tensor
 
 from spectrain_ext.pipeline.passes import Handler, Pass
 from spectrain_ext.schedule import Kind
+from spectrain_ext.transport import Message
 
 if TYPE_CHECKING:
     from spectrain_ext.pipeline.processes import Processes
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 class ShareLoss(Pass):
     """Gives every rank of a ``DistributedPipeline`` the losses, as float64.
 
-    On CUDA the last rank's CPU waits for each of them. In one process nothing changes.
+    On CUDA the CPU of every rank waits for each of them. In one process nothing changes.
 
     Example:
         >>> st.passes.ShareLoss()
@@ -53,11 +55,17 @@ class ShareLoss(Pass):
         if self.stage.index:
             self._parts[i, j] = part
 
-    def number_back(self, i: int, j: int) -> float:
-        return self._parts.pop((i, j), nan) if self.in_parts else self.known.get(i, nan)
+    def sends_gradient(self, i: int, j: int, message: Message) -> Message:
+        number = self._parts.pop((i, j), nan) if self.in_parts else self.known.get(i, nan)
+        loss = torch.tensor(number, dtype=torch.float64, device=self.stage.device)
+        return message._replace(tensors=(*message.tensors, loss))
 
-    def came_back(self, i: int, j: int, number: float) -> None:
+    def received_gradient(self, i: int, j: int, message: Message) -> Message:
+        *gradients, loss = message.tensors
+        assert loss is not None
+        number = loss.item()
         if self.in_parts:
             self._pass_on(i, j, number)
             number += self.known.get(i, 0.0)
         self.known[i] = number
+        return message._replace(tensors=tuple(gradients))

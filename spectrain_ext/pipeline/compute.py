@@ -13,9 +13,7 @@ from torch import Tensor
 from spectrain_ext.rng import RNG_LOCK, StageRandom
 from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import (
-    NO_HEADER,
     Buffer,
-    Header,
     Message,
     Receiver,
     Slot,
@@ -105,8 +103,6 @@ class Compute:
         if not edges.to_previous:
             self._received_activation = []
         self._received_gradient = hooks(passes, "received_gradient")[::-1]
-        self._number_back = hooks(passes, "number_back")
-        self._came_back = hooks(passes, "came_back")
         self.calls, self.lost = hooks(passes, "calls"), hooks(passes, "lost")
         if not self._trains:
             self.calls = []
@@ -187,7 +183,7 @@ class Compute:
         if self._received_activation:
             with self._stage.computing(reads=(slot.buffer,)):
                 for unpack in self._received_activation:
-                    slot.message = unpack(slot.message)
+                    slot.message = unpack(i, j, slot.message)
         self._cursor.shares[i][j] = header.value
         self._received = slot
 
@@ -298,10 +294,8 @@ class Compute:
         if self._received_gradient:
             with self._stage.computing(reads=(slot.buffer,)):
                 for unpack in self._received_gradient:
-                    slot.message = unpack(i, slot.message)
+                    slot.message = unpack(i, j, slot.message)
         self.tapes[i, j].arrived = slot
-        for note in self._came_back:
-            note(i, j, slot.header.value)
 
     def _recompute(self, i: int, j: int) -> None:
         stage, tape, own = self._stage, self.tapes[i, j], self._own
@@ -417,13 +411,11 @@ class Compute:
         gradients = tuple([None if leaf is None else leaf.grad for leaf in leaves])
         if count is not None:
             gradients = (*gradients, count)
-        message, header = Message(gradients), NO_HEADER
+        message = Message(gradients)
         if self._sends_gradient:
             message = self._as_sent(self._sends_gradient, i, j, message, buffer)
-        for number in self._number_back:
-            header = Header(1, number(i, j))
         to = self._edges.to_previous[j]
-        read = to.send(message, buffer, self._stage.computed, header=header)
+        read = to.send(message, buffer, self._stage.computed)
         if not self._stage.immediate:
             self._in_transit.hold(read, buffer, message)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
-from math import nan
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
@@ -35,9 +34,6 @@ class Pass:
     Attributes:
         stage: the stage of this copy.
         skips: whether the stage leaves out the update of the minibatch that it is finishing.
-        skipped: how many updates it has left out, in all runs.
-        undone: minibatches of all runs after which all is as if they had never come.
-        tells_all: whether ``tells`` goes to all stages, under a schedule that flushes.
         own_minibatches: whether each replica trains on minibatches of its own.
         moves_weights: whether it changes weights after an update.
 
@@ -63,9 +59,6 @@ class Pass:
 
     stage: Any  # a Stage, whose file imports this one
     skips = False
-    skipped = 0
-    undone = 0
-    tells_all = False
     own_minibatches = False
     moves_weights = False
 
@@ -112,7 +105,7 @@ class Pass:
         """Return an activation as it goes to the next stage, in an evaluation too."""
         return message
 
-    def received_activation(self, message: Message) -> Message:
+    def received_activation(self, i: int, j: int, message: Message) -> Message:
         """Return an activation as it was before ``sends_activation`` of the previous stage."""
         return message
 
@@ -120,16 +113,9 @@ class Pass:
         """Return a microbatch's gradient as it goes to the previous stage."""
         return message
 
-    def received_gradient(self, i: int, message: Message) -> Message:
+    def received_gradient(self, i: int, j: int, message: Message) -> Message:
         """Return a gradient as it was before ``sends_gradient`` of the next stage."""
         return message
-
-    def number_back(self, i: int, j: int) -> float:
-        """Return a number that goes back with a microbatch's gradient; one pass may use this."""
-        return nan
-
-    def came_back(self, i: int, j: int, number: float) -> None:
-        """Called with what ``number_back`` of the next stage returned."""
 
     def crosses(self, value: Any) -> Any:
         """Return what this stage gets of the previous one's output, when the pipeline is called."""
@@ -165,7 +151,7 @@ class Pass:
         raise NotImplementedError
 
     def tells(self, i: int) -> float:
-        """Return a number that all stages get the largest of, see ``tells_all``."""
+        """Return a number of which all stages get the largest, under a schedule that flushes."""
         return 0.0
 
 

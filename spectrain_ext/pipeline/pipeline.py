@@ -434,7 +434,7 @@ class Pipeline(Loops):
                 raise
 
     def _exchanges_norms(self, phase: TrainingPhase) -> bool:
-        tells = any(each.tells_all for each in self._passes)
+        tells = bool(hooks(self._passes, "tells"))
         return phase.globally or (tells and flushes(phase.method.schedule))
 
     def _describe_stages(self) -> str:
@@ -580,8 +580,7 @@ class Pipeline(Loops):
     @property
     def skipped(self) -> tuple[int, ...]:
         """How many updates each stage here has skipped, in all runs: see ``passes.CheckFinite``."""
-        stages = self._executor.stages
-        return tuple(sum(each.skipped for each in stage.passes) for stage in stages)
+        return tuple(stage.skipped for stage in self._executor.stages)
 
     @property
     def places(self) -> tuple[Place, ...]:

@@ -77,7 +77,8 @@ class Stage:
         self._learning = _learning(module)
         self.guarded: list[nn.Parameter] = []  # in a run: all that learn
         self._aside: list[tuple[nn.Parameter, Tensor]] = []  # gradients, between two results
-        self._undone_before = 0  # by the training that this one continues
+        self.skipped = 0  # updates that passes have left out, in all runs
+        self.undone = 0  # of these, by all stages together: all is as if they had never come
         self.clipped: Tensor | None = None  # the norm that was clipped last, on ``predict``
         self.peak = 0  # the most microbatches in flight at once, in any run
         self.in_place: bool | None = None  # whether the module modifies its input; None: unknown
@@ -168,14 +169,13 @@ class Stage:
         """Whether a pass leaves out the update of the minibatch that the stage is finishing."""
         return bool(self.passes) and any([each.skips for each in self.passes])
 
-    @property
-    def undone(self) -> int:
-        """Minibatches of all runs after which all was as if they had never come."""
-        return self._undone_before + sum(each.undone for each in self.passes)
+    def note_skipped(self, by_all: bool) -> None:
+        self.skipped += 1
+        self.undone += by_all
 
     def continue_after(self, undone: int) -> None:
         """Continue a training in which so many minibatches were undone."""
-        self._undone_before += undone - self.undone
+        self.undone = undone
 
     # What runs have seen.
 

@@ -125,8 +125,11 @@ class Updates:
 
     def _follow_passes(self, i: int, j: int) -> None:
         """Update nothing: results follow, and backwards write gradients that passes have read."""
-        if self._stage.passes:
-            self._stage.weights_written()
+        stage = self._stage
+        if stage.skips:
+            stage.note_skipped(by_all=self.norm is not None)
+        if stage.passes:
+            stage.weights_written()
 
     def _divide(self, i: int, j: int) -> None:
         """Divide the gradients of sums by the count of the minibatch."""
@@ -180,6 +183,8 @@ class Updates:
         moves = weights.moves, weights.rates_move
         update = weights.versions.begin_update(forward, *moves, skips)
         step = weights.skip if skips else weights.step
+        if skips:
+            stage.note_skipped(by_all=self.norm is not None)
         if stage.immediate:
             with RNG_LOCK:  # a hook may draw random numbers
                 step(update)

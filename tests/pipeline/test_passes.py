@@ -54,13 +54,13 @@ class Halves(Pass):
     def sends_activation(self, i: int, j: int, message: Any) -> Any:
         return message._replace(tensors=tuple(t / 2 for t in message.tensors))
 
-    def received_activation(self, message: Any) -> Any:
+    def received_activation(self, i: int, j: int, message: Any) -> Any:
         return message._replace(tensors=tuple(t * 2 for t in message.tensors))
 
     def sends_gradient(self, i: int, j: int, message: Any) -> Any:
         return message._replace(tensors=tuple(t * 2 for t in message.tensors))
 
-    def received_gradient(self, i: int, message: Any) -> Any:
+    def received_gradient(self, i: int, j: int, message: Any) -> Any:
         return message._replace(tensors=tuple(t / 2 for t in message.tensors))
 
 
