@@ -32,8 +32,8 @@ from spectrain_ext.method import (
 from spectrain_ext.passes.averaging import Averaging, Exchange
 from spectrain_ext.passes.codecs import Codec
 from spectrain_ext.passes.compress import packed_message, unpacked_message
+from spectrain_ext.pipeline.norms import gradient_norm
 from spectrain_ext.pipeline.ties import Copy, copies_of
-from spectrain_ext.pipeline.updates import gradient_norm
 from spectrain_ext.schedule import Generator, Instruction, Kind, Place, find_generator, flushes
 from spectrain_ext.transport import Buffer, Message
 from spectrain_ext.transport.message import TENSOR

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from spectrain_ext.pipeline.updates import GlobalNorm
+from spectrain_ext.pipeline.norms import GlobalNorm
 from spectrain_ext.schedule import Replicas
 from spectrain_ext.transport import Buffer, Stream
 from spectrain_ext.transport.message import LEAST_BYTES, MOST_BYTES, PIECES

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,17 +20,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from spectrain_ext.cutting import cut_of
 from spectrain_ext.optim import PredictingOptimizer
 from spectrain_ext.passes.offload import Saving
+from spectrain_ext.pipeline.norms import gradient_norm
 from spectrain_ext.pipeline.passes import Handler, Pass
-from spectrain_ext.pipeline.updates import gradient_norm
+from spectrain_ext.pipeline.views import ProcessesView, RunView, StageView
 from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import Message
 from spectrain_ext.weights.storage import in_a_row, local_part, taken_apart, unchanged
 
-if TYPE_CHECKING:
-    from spectrain_ext.pipeline.stage import Stage
-    from spectrain_ext.pipeline.stage_run import StageRun
-
-    from .ranks import Ranks
+from .ranks import Ranks
 
 #: Optimizers that treat each element by itself, so that a shard is updated as in the whole tensor.
 _ELEMENTWISE = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
@@ -88,8 +85,9 @@ class TensorParallel(Pass):
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
 
-    def on(self, stage: Stage, processes: Ranks) -> Self:
+    def on(self, stage: StageView, processes: ProcessesView) -> Self:
         made = super().on(stage, processes)
+        assert isinstance(processes, Ranks)
         made._over_shards, made._ranks = processes.over_shards, processes.row_of(stage.index)
         every = [p for p in stage.module.parameters() if isinstance(p, DTensor)]
         made._unproven = {
@@ -109,7 +107,7 @@ class TensorParallel(Pass):
 
     # A run.
 
-    def begin(self, run: StageRun) -> Mapping[Kind, Handler]:
+    def begin(self, run: RunView) -> Mapping[Kind, Handler]:
         self._run = run
         now = self.stage.module.named_parameters()  # a tie may have replaced some
         self._unproven = {name: p for name, p in now if name in self._unproven}
@@ -120,7 +118,7 @@ class TensorParallel(Pass):
     def _collect(self, i: int, j: int) -> None:
         """After a minibatch's last backward: give the shards their gradients, complete sums."""
         stage = self.stage
-        if j < len(self._run.cursor.shares[i]) - 1:
+        if j < self._run.microbatches_of(i) - 1:
             return
         parts: dict[Tensor, Tensor] = {}  # of sums, by shard
         gradient: Any  # a DTensor
@@ -201,7 +199,7 @@ class TensorParallel(Pass):
 
     def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Note where in its buffer a weight's shard is, as ``SavedWeights`` does for others."""
-        storage = self.stage.storage
+        storage = None if self.stage.weights is None else self.stage.weights.storage
         if isinstance(tensor, DTensor) and storage is not None:
             shard, spec = storage.in_bound(local_part(tensor.detach())), tensor._spec
             if shard is not None:

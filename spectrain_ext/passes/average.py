@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from torch import Tensor
 
 from spectrain_ext.method import Method
 from spectrain_ext.pipeline.passes import Handler, Pass
+from spectrain_ext.pipeline.views import ProcessesView, RunView, StageView
 from spectrain_ext.schedule import Kind
 from spectrain_ext.weights import StageWeights
 from spectrain_ext.weights.storage import in_a_row, taken_apart
 
 from .averaging import Averager, Averaging, Exchange
-
-if TYPE_CHECKING:
-    from spectrain_ext.pipeline.processes import Processes
-    from spectrain_ext.pipeline.stage import Stage
-    from spectrain_ext.pipeline.stage_run import StageRun
 
 
 class AverageWeights(Pass):
@@ -53,7 +49,7 @@ class AverageWeights(Pass):
                 "the course of training, and replicas are averaged under one alone"
             )
 
-    def on(self, stage: Stage, processes: Processes) -> Self:
+    def on(self, stage: StageView, processes: ProcessesView) -> Self:
         made = super().on(stage, processes)
         # ``exchange`` is never called while the thread holds the lock for random numbers: another
         # replica may be a thread that waits for it.
@@ -61,7 +57,7 @@ class AverageWeights(Pass):
         made._averager = None  # from the first run on
         return made
 
-    def _exchange_of(self, stage: Stage, processes: Processes) -> Exchange:
+    def _exchange_of(self, stage: StageView, processes: ProcessesView) -> Exchange:
         if processes.replicas.counts[stage.index] < 2:
             raise ValueError(
                 f"AverageWeights: stages[{stage.index}] has no replicas here; expected "
@@ -91,7 +87,7 @@ class AverageWeights(Pass):
 
     # During a run.
 
-    def begin(self, run: StageRun) -> Mapping[Kind, Handler]:
+    def begin(self, run: RunView) -> Mapping[Kind, Handler]:
         self._run = run
         if self.stage.weights is None or not run.trains:
             return {}

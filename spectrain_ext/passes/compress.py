@@ -6,21 +6,19 @@ import json
 from collections.abc import Mapping
 from functools import lru_cache, reduce
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from spectrain_ext.pipeline.passes import Handler, Pass
 from spectrain_ext.pipeline.tape import Entry
+from spectrain_ext.pipeline.views import RunView
 from spectrain_ext.rng import mixed_seed
 from spectrain_ext.schedule import Kind
 from spectrain_ext.transport.message import FLAT, TENSOR, Message, dense_strides, each
 
 from .codecs import Codec, Codecs, codecs_of, is_coded
-
-if TYPE_CHECKING:
-    from spectrain_ext.pipeline.stage_run import StageRun
 
 # Marks the form of a message with packed tensors; a note of what each was comes next.
 _CODED = "coded"
@@ -54,7 +52,7 @@ class Compress(Pass):
     def __repr__(self) -> str:
         return f"Compress({', '.join(map(_described, self._codecs))})"
 
-    def begin(self, run: StageRun) -> Mapping[Kind, Handler]:
+    def begin(self, run: RunView) -> Mapping[Kind, Handler]:
         self._run = run
         return {}
 
@@ -79,7 +77,7 @@ class Compress(Pass):
         if codec is None:
             return message
         where = backward, run.trains, self.stage.index
-        microbatch = run.edges.replica + j * run.edges.count
+        microbatch = run.microbatch_of(j)
         return packed_message(codec, message, backward, *where, run.number_of(i), microbatch)
 
     def _unpacked(self, message: Message, backward: bool) -> Message:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from math import inf
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -13,15 +13,11 @@ from torch import Tensor
 from spectrain_ext.pipeline.names import bare
 from spectrain_ext.pipeline.passes import Handler, Pass
 from spectrain_ext.pipeline.tape import ModuleBuffers
+from spectrain_ext.pipeline.views import ProcessesView, RunView, StageView
 from spectrain_ext.rng import States
 from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import Message
 from spectrain_ext.weights.storage import local_part
-
-if TYPE_CHECKING:
-    from spectrain_ext.pipeline.processes import Processes
-    from spectrain_ext.pipeline.stage import Stage
-    from spectrain_ext.pipeline.stage_run import StageRun
 
 _logger = logging.getLogger(__name__)
 
@@ -57,12 +53,12 @@ class CheckFinite(Pass):
             raise ValueError(f"then: expected 'raise' or 'skip', got {then!r}")
         self.then = then
 
-    def on(self, stage: Stage, processes: Processes) -> Self:
+    def on(self, stage: StageView, processes: ProcessesView) -> Self:
         made = super().on(stage, processes)
         made._largest = processes.largest
         return made
 
-    def begin(self, run: StageRun) -> Mapping[Kind, Handler]:
+    def begin(self, run: RunView) -> Mapping[Kind, Handler]:
         self._run = run
         # The source of this minibatch's first non-finite number: k + 1 for a gradient of stage k,
         # inf for the loss, 0 for none. Of two sources the larger one comes first in time.
@@ -76,7 +72,7 @@ class CheckFinite(Pass):
             return {Kind.CHECK_FINITE: self._check, Kind.AGREE: self._agree}
         # Without a flush this stage updates first, and its gradient tells the previous one.
         steps: dict[Kind, Handler] = {Kind.CHECK_FINITE: self._check}
-        if run.edges.to_previous:
+        if not run.is_first:
             steps[Kind.CHECK_GRADIENT] = self._check_gradient
         return steps
 
@@ -111,8 +107,8 @@ class CheckFinite(Pass):
     def _check_gradient(self, i: int, j: int) -> None:
         """Before a gradient is sent: note whether it, and at last the weights', are finite."""
         stage = self.stage
-        gradients, outgoing = self._run.compute.input_gradients()
-        if j == len(self._run.cursor.shares[i]) - 1:
+        gradients, outgoing = self._run.input_gradients()
+        if j == self._run.microbatches_of(i) - 1:
             gradients.extend(self._gradients().values())
         with stage.computing(reads=(stage.weight_gradients,), writes=(outgoing,)):
             self._note(i, self._origin_in(gradients))
@@ -174,7 +170,7 @@ class CheckFinite(Pass):
         if not self.skips:
             self._kept.pop(i, None)
             return
-        stage, is_last = self.stage, bool(self._run.edges.targets)
+        stage, is_last = self.stage, self._run.is_last
         if self._origin == stage.index + 1.0 or (self._origin == inf and is_last):
             alone = not self._agrees and not is_last
             who = f"stages 0 to {stage.index} skip" if alone else "all stages skip"

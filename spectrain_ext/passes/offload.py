@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -13,14 +13,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from spectrain_ext.pipeline.passes import Handler, Pass
+from spectrain_ext.pipeline.views import ProcessesView, RunView, StageView
 from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import Message
 from spectrain_ext.weights.storage import unchanged, unpacked
-
-if TYPE_CHECKING:
-    from spectrain_ext.pipeline.processes import Processes
-    from spectrain_ext.pipeline.stage import Stage
-    from spectrain_ext.pipeline.stage_run import StageRun
 
 _MIN_BYTES = 1024  # copying less is not worth it
 
@@ -44,7 +40,7 @@ class OffloadActivations(Pass):
         >>> pipe.release()
     """
 
-    def on(self, stage: Stage, processes: Processes) -> Self:
+    def on(self, stage: StageView, processes: ProcessesView) -> Self:
         if stage.recomputes:
             raise ValueError(
                 "OffloadActivations: with recompute=True, which keeps no activations, there are "
@@ -57,7 +53,7 @@ class OffloadActivations(Pass):
             )
         return super().on(stage, processes)
 
-    def begin(self, run: StageRun) -> Mapping[Kind, Handler]:
+    def begin(self, run: RunView) -> Mapping[Kind, Handler]:
         self._left: set[int] = set()  # addresses of storages that are not copied
         # As long as the weak references exist, no other storage has the address of one of these.
         self._copies: dict[tuple[int, int], tuple[Tensor, StorageWeakRef]] = {}

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import nan
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from spectrain_ext.pipeline.passes import Handler, Pass
+from spectrain_ext.pipeline.views import ProcessesView, RunView, StageView
 from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import Message
-
-if TYPE_CHECKING:
-    from spectrain_ext.pipeline.processes import Processes
-    from spectrain_ext.pipeline.stage import Stage
-    from spectrain_ext.pipeline.stage_run import StageRun
 
 
 class ShareLoss(Pass):
@@ -31,14 +27,14 @@ class ShareLoss(Pass):
 
     in_parts: bool
 
-    def on(self, stage: Stage, processes: Processes) -> Self:
+    def on(self, stage: StageView, processes: ProcessesView) -> Self:
         made = super().on(stage, processes)
         # Where stages have replicas, a minibatch's last gradient does not carry the whole loss:
         # every gradient carries its own microbatch's part, which replicas then add up.
         made.in_parts = processes.replicas.dealt
         return made
 
-    def begin(self, run: StageRun) -> Mapping[Kind, Handler]:
+    def begin(self, run: RunView) -> Mapping[Kind, Handler]:
         self.known: dict[int, float] = {}  # by minibatch in flight, as far as it is known
         self._parts: dict[tuple[int, int], float] = {}
         return {}

@@ -13,6 +13,8 @@ from spectrain_ext.schedule import Kind
 from spectrain_ext.schedule.lowering import STEPS_OF_TRAINING
 from spectrain_ext.transport import Message
 
+from .views import ProcessesView, RunView, StageView
+
 if TYPE_CHECKING:
     import torch
 
@@ -57,7 +59,7 @@ class Pass:
         >>> pipe.release()
     """
 
-    stage: Any  # a Stage, whose file imports this one
+    stage: StageView
     skips = False
     own_minibatches = False
     moves_weights = False
@@ -70,25 +72,17 @@ class Pass:
     def check(self, method: Method) -> None:
         """Raise ValueError if this pass does not work with a method."""
 
-    def on(self, stage: Any, processes: Any) -> Self:
-        """Return a copy for one stage; ValueError if the stage does not allow it.
-
-        Args:
-            stage: a ``Stage``.
-            processes: the ``Processes`` that the pipeline spans.
-        """
+    def on(self, stage: StageView, processes: ProcessesView) -> Self:
+        """Return a copy for one stage; ValueError if the stage does not allow it."""
         made = copy(self)
         made.stage = stage
         return made
 
-    def begin(self, run: Any) -> Mapping[Kind, Handler]:
+    def begin(self, run: RunView) -> Mapping[Kind, Handler]:
         """Begin a run, without anything that an earlier one left; return the steps of this one.
 
         Where a step has a handler already, both run: that of the stage, then those of its passes in
         the order in which the pipeline got them. In an evaluation, no steps of passes run.
-
-        Args:
-            run: the stage's ``StageRun``.
         """
         return {}
 
@@ -155,7 +149,7 @@ class Pass:
         return 0.0
 
 
-def handlers_of(each: Pass, run: Any) -> Mapping[Kind, Handler]:
+def handlers_of(each: Pass, run: RunView) -> Mapping[Kind, Handler]:
     """Begin a run of a pass; refuse steps of its own that no training has."""
     steps = each.begin(run)
     for kind in steps:

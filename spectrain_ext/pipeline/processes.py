@@ -13,11 +13,11 @@ from spectrain_ext.schedule import Generator, Instruction, Kind, Place, Replicas
 
 from .edges import Traffic
 from .losses import Result
+from .norms import GlobalNorm
 from .passes import Handler, Pass
 from .phases import check_hidden, hidden_use
 from .stage import Stage
 from .ties import Copy, TiedStages, ties_of
-from .updates import GlobalNorm
 
 #: An edge, by the replicas at both ends, numbered stage by stage; None: the caller's batches, or
 #: the index of the rank that they go to among those that share the replica, if not the first. One

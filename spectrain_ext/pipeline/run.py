@@ -18,12 +18,12 @@ from spectrain_ext.schedule.lowering import ORDER
 from .compute import Mode
 from .edges import Cursor
 from .losses import Keep, Losses, Result, measuring
+from .norms import Clipping, GlobalNorm
 from .passes import Handler, in_turn
 from .phases import TrainingPhase
 from .processes import Processes
 from .stage import Stage
 from .stage_run import StageRun
-from .updates import Clipping, GlobalNorm
 from .wires import Wires
 
 if TYPE_CHECKING:

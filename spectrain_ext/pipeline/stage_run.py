@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from spectrain_ext.schedule import Kind
+from spectrain_ext.transport import Buffer
 
 from .compute import Compute, Mode
 from .edges import Cursor, StageEdges
+from .norms import Clipping, GlobalNorm
 from .passes import Handler, handlers_of, in_turn
 from .stage import Stage
-from .updates import Clipping, GlobalNorm, Loads, Updates
+from .updates import Loads, Updates
 
 
 class StageRun:
@@ -75,6 +77,23 @@ class StageRun:
         return handlers
 
     # For passes and observers.
+
+    @property
+    def is_first(self) -> bool:
+        return not self.edges.to_previous
+
+    @property
+    def is_last(self) -> bool:
+        return bool(self.edges.targets)
+
+    def microbatches_of(self, i: int) -> int:
+        return len(self.cursor.shares[i])
+
+    def microbatch_of(self, j: int) -> int:
+        return self.edges.replica + j * self.edges.count
+
+    def input_gradients(self) -> tuple[list[Tensor], Buffer]:
+        return self.compute.input_gradients()
 
     @property
     def divisor(self) -> Tensor | None:

@@ -15,7 +15,7 @@ from torch import nn
 import spectrain_ext as st
 from spectrain_ext import corrections
 from spectrain_ext.method import check, find_method, in_words, places_of, recipe_clip, rules_at
-from spectrain_ext.pipeline.updates import gradient_norm
+from spectrain_ext.pipeline.norms import gradient_norm
 from spectrain_ext.schedule import Place
 
 pytestmark = pytest.mark.usefixtures("float64")

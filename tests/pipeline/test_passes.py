@@ -31,7 +31,7 @@ class Scales(Pass):
         # Of steps that the caller's batches, losses and other stages bring, a pass is a part too.
         if not self.stage.index:
             found[Kind.PULL] = lambda i, j: self.seen.append(("pulled", i, j))
-        if run.edges.targets:
+        if run.is_last:
             found[Kind.LOSS] = lambda i, j: self.seen.append(("counted", i, j))
         return found
 

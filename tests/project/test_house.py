@@ -264,7 +264,7 @@ def test_whatever_users_are_given_is_documented() -> None:
 #: of the engine.
 BEHIND_FACES = {
     *("method.formulas", "passes.averaging", "passes.codecs", "passes.compress"),
-    *("pipeline.pipeline", "pipeline.ties", "pipeline.updates", "tools.timelines.timeline"),
+    *("pipeline.pipeline", "pipeline.norms", "pipeline.ties", "tools.timelines.timeline"),
     *("transport.message", "weights.storage"),
 }
 
