@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
-from spectrain_ext.schedule import Kind
-from spectrain_ext.schedule.lowering import STEPS_OF_TRAINING
+from spectrain_ext.schedule import STEPS_OF_TRAINING, Kind
 from spectrain_ext.transport import Message
 
 from .views import ProcessesView, RunView, StageView
@@ -30,8 +29,8 @@ class Pass:
 
     A pass is a value: its ``repr`` is the same on all ranks, which compare it. Each stage has a
     copy with the attribute ``stage``, and keeps there what it needs. During a run, the pass adds
-    steps to the stage's instructions, and its hooks are called. ``schedule/lowering.py`` has the
-    order of all steps. A hook that a pass does not define costs nothing.
+    steps to the stage's instructions, and its hooks are called: docs/pipeline.md lists all steps.
+    A hook that a pass does not define costs nothing.
 
     Attributes:
         stage: the stage of this copy.

@@ -7,8 +7,8 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import takewhile
-from operator import methodcaller
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from operator import itemgetter, methodcaller
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 from weakref import ref
 
 import torch
@@ -70,6 +70,8 @@ if TYPE_CHECKING:
 
 
 _logger = logging.getLogger(__name__)
+
+P = TypeVar("P", bound=Pass)
 
 
 class Pipeline(Loops):
@@ -581,6 +583,44 @@ class Pipeline(Loops):
     def skipped(self) -> tuple[int, ...]:
         """How many updates each stage here has skipped, in all runs: see ``passes.CheckFinite``."""
         return tuple(stage.skipped for stage in self._executor.stages)
+
+    def collect(self, kind: type[P], measured: Callable[[P], Any]) -> list[list[Any]]:
+        """Return what the stages' copies of a pass have measured; every rank calls this.
+
+        Args:
+            kind: the class of the pass.
+            measured: a function of a copy; over several ranks it returns JSON types.
+
+        Returns:
+            By stage, of all ranks, a list with a value for each replica.
+
+        Raises:
+            RuntimeError: a run has not ended yet.
+            ValueError: the pipeline has no such pass.
+
+        Example:
+            >>> sgd, finite = lambda p: st.optim.SGD(p, lr=0.1), st.passes.CheckFinite("skip")
+            >>> stages = [nn.Linear(2, 2), nn.Linear(2, 1)]
+            >>> pipe = st.Pipeline(stages, sgd, nn.functional.mse_loss, passes=[finite])
+            >>> pipe.collect(st.passes.CheckFinite, lambda each: each.then)
+            [['skip'], ['skip']]
+            >>> pipe.release()
+        """
+        self.check_drained("collect")
+        stages, replica = self._executor.stages, self._executor.processes.replica
+
+        def here() -> list[Any]:
+            copies = [(s.index, each) for s in stages for each in s.passes if type(each) is kind]
+            if not copies:
+                raise ValueError(f"collect: the pipeline has no pass {kind.__name__}")
+            return [[k, replica, measured(each)] for k, each in copies]
+
+        of_ranks = self._gather_from_ranks(here, f"collecting from {kind.__name__}")
+        found: list[list[Any]] = [[] for _ in self._entered.places]
+        ordered = sorted((each for rank in of_ranks for each in rank), key=itemgetter(0, 1))
+        for k, _, value in ordered:
+            found[k].append(value)
+        return found
 
     @property
     def places(self) -> tuple[Place, ...]:

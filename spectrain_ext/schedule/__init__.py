@@ -26,7 +26,7 @@ from .instructions import (
     forward,
 )
 from .ledger import Count, Ledger, count_stage
-from .lowering import plain_steps, steps
+from .lowering import STEPS_OF_TRAINING, plain_steps, steps
 from .place import Place, Replicas
 from .reading import Backward, Entries, Law, OwnLaw, Reader, Reads, Rules
 
@@ -38,6 +38,7 @@ __all__ = [
     "COMPUTE",
     "FLUSHING",
     "GENERATORS",
+    "STEPS_OF_TRAINING",
     "Backward",
     "Count",
     "Entries",

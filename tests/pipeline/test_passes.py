@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from helpers.pipeline_cases import batches, losses, mse, tanh_stages
 
 import spectrain_ext as st
 from spectrain_ext.passes import Kind, Pass
+from spectrain_ext.schedule import STEPS_OF_TRAINING
 
 
 class Scales(Pass):
@@ -82,7 +85,7 @@ def test_steps_and_hooks(method: str) -> None:
         pipe.state_dict().items(), plain.state_dict().values(), strict=True
     ):
         assert torch.equal(mine, theirs), name
-    of_stages = [stage.passes[1].seen for stage in pipe._executor.stages]
+    of_stages = [seen for (seen,) in pipe.collect(Scales, lambda each: each.seen)]
     for k, seen in enumerate(of_stages):
         scaled = [step for step in seen if step == "begin" or step[0] in ("scale", "updated")]
         assert [step for step in seen if step[0] == "pulled"] == [
@@ -95,3 +98,16 @@ def test_steps_and_hooks(method: str) -> None:
     assert passes[1].__dict__ == {"factor": 2.0}  # stages have copies
     assert repr(passes) == "[Halves(), Scales(factor=2.0)]"
     assert repr(pipe._executor.stages[0].passes[1]).startswith("Scales(factor=2.0")
+
+
+def test_the_page_has_all_steps_in_their_order() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text()
+    rows = re.findall(r"^\| ((?:`[A-Z_]+`(?:, )?)+) \|", page, re.MULTILINE)
+    shown = [Kind[name] for row in rows for name in re.findall(r"`([A-Z_]+)`", row)]
+    assert sorted(shown, key=list(Kind).index) == sorted(STEPS_OF_TRAINING, key=list(Kind).index)
+
+
+def test_what_is_no_pass_of_the_pipeline_is_not_collected() -> None:
+    pipe = st.Pipeline(tanh_stages(2), sgd(0.1), mse)
+    with pytest.raises(ValueError, match="collect: the pipeline has no pass Halves"):
+        pipe.collect(Halves, repr)
