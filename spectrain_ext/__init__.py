@@ -123,7 +123,7 @@ __all__ = [
 # Loaded on first use: torch.distributed.checkpoint alone takes as long to import as torch. Each is
 # a module, or in one.
 _LATER = {
-    **_NAMES,
+    **{name: _NAMES[name] for name in ("Metrics", "Trace", "materialize", "plan", "simulate")},
     "DistributedPipeline": "distributed",
     "Observer": "pipeline",
     "averaging": "passes.averaging",

@@ -13,9 +13,9 @@ _PACKAGE = __name__.rpartition(".")[0]
 
 #: By name: the module below this package that has it.
 NAMES = {
-    **dict.fromkeys(("Metrics", "Trace"), "tools.metrics"),
+    **dict.fromkeys(("Metrics", "Trace", "progress_shown"), "tools.metrics"),
     **dict.fromkeys(("form_of", "materialize", "unexpected", "TracedStage"), "tools.models"),
-    "plan": "tools.planning",
+    **dict.fromkeys(("plan", "planned_cut"), "tools.planning"),
     "simulate": "tools.simulation",
 }
 

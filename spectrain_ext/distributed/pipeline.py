@@ -55,14 +55,15 @@ class DistributedPipeline(Pipeline):
         stage: stage k on rank k or on each of its replicas; or the list ``stages[rank::ranks]``, of
             the same length on every rank, without replicas.
         loss_fn: called on the ranks of the last stage.
-        count: called on rank 0; not allowed with ``passes.AverageWeights``.
+        count: called on rank 0; not allowed where replicas train apart.
         window: counts the microbatches of one replica.
         clip_norm, clip_scope: a global norm makes the ranks wait for one another on the CPU. With
-            ``passes.AverageWeights``, ``"auto"`` clips by stage.
+            replicas that train apart, ``"auto"`` clips by stage.
         replicas: ranks per stage, one number or one per stage (default 1; 1 with tied weights).
             Ranks are numbered stage by stage. Replica c of r runs microbatches c, c + r, ...; r
             divides ``microbatches``. All start from the same weights, which is checked here. They
-            sum their gradients, or average their weights: ``passes.AverageWeights``.
+            sum their gradients, or train apart, each on its own minibatches, under a pass that
+            says so (``Pass.own_minibatches``).
         group: the pipeline's ranks, stage by stage: a process group, None for the default one; or
             a ``DeviceMesh``, whose dimension ``pp`` has the stages, ``tp`` the ranks that share a
             stage by tensor parallelism, and any other the replicas. Pipelines of other ranks are
@@ -141,14 +142,10 @@ class DistributedPipeline(Pipeline):
             modules = [stage] if isinstance(stage, nn.Module) else list(stage)
             layout = layout_of(group, len(modules), replicas)
             own_passes = checked_passes(passes, find_method(method))
-            if any(each.own_minibatches for each in own_passes):
-                _check_averaging(layout.replicas, clip_scope)
-                if count is not None:
-                    raise ValueError(
-                        "count: with AverageWeights every replica has a minibatch of its own; have "
-                        "loss_fn return a pair (sum, count)"
-                    )
-                clip_scope = "stage"
+            for each in own_passes:
+                if each.own_minibatches:
+                    _check_apart(type(each).__name__, layout.replicas, clip_scope, count)
+                    clip_scope = "stage"
             self._processes = Ranks(
                 *(members, prefix, board, layout, own_passes, clip_norm),
                 settings={"clip_scope": clip_scope, "split_dim": repr(split_dim)},
@@ -233,8 +230,8 @@ class DistributedPipeline(Pipeline):
     def averaged(self) -> Iterator[None]:
         """Set the parameters to the replicas' average inside a ``with`` block, between two runs.
 
-        The average is the centre of ``Elastic``. On exit each replica gets its own weights back.
-        Without ``AverageWeights`` nothing changes. All ranks must enter it. ``evaluate`` and
+        On exit each replica gets its own weights back. Unless replicas train apart, nothing
+        changes. All ranks must enter it. ``evaluate`` and
         calling the pipeline enter it themselves; ``state_dict`` holds the replica's own weights
         unless called inside.
 
@@ -316,14 +313,20 @@ def _needs_all(what: str, name: str, count: int) -> str:
     )
 
 
-def _check_averaging(replicas: Replicas, clip_scope: str) -> None:
+def _check_apart(by: str, replicas: Replicas, clip_scope: str, count: object) -> None:
+    """Refuse what replicas that train on minibatches of their own cannot have."""
     if len(set(replicas.counts)) > 1 or replicas.counts[0] == 1:
         raise ValueError(
-            "AverageWeights: needs the same number of replicas of every stage, at least 2, got "
+            f"{by}: needs the same number of replicas of every stage, at least 2, got "
             f"{list(replicas.counts)}"
         )
     if clip_scope == "global":
         raise ValueError(
-            "AverageWeights: clip_scope='global' is a norm of one gradient, and every replica has "
-            "its own; expected clip_scope='stage'"
+            f"{by}: clip_scope='global' is a norm of one gradient, and every replica has its own; "
+            "expected clip_scope='stage'"
+        )
+    if count is not None:
+        raise ValueError(
+            f"count: with {by} every replica has a minibatch of its own; have loss_fn return a "
+            "pair (sum, count)"
         )

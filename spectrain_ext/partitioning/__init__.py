@@ -14,13 +14,14 @@ from spectrain_ext.later import later
 from .blocks import NO_LOSS as NO_LOSS
 from .blocks import mark_ties
 from .blocks import slices_of as slices_of
-from .cut import PLAN_FORMAT as PLAN_FORMAT
 from .cut import Division, cut
+from .cut import check_ends as check_ends
 from .cut import check_stages as check_stages
 from .cut import open_places as open_places
 from .profile import BlockProfile, Profile, Tie, measure
 from .profile import blaming_example as blaming_example
 from .stages import Form as Form
+from .stages import HasDocument as HasDocument
 from .stages import Partition, cut_at, partition, profile_of
 
 if TYPE_CHECKING:

@@ -16,16 +16,7 @@ from spectrain_ext.later import later
 from spectrain_ext.transport.message import Value
 
 from .blocks import BlockList, blocks_of, mark, slices_of, ties_of
-from .cut import (
-    REMEDY,
-    Division,
-    HasDocument,
-    PlannedCut,
-    check_ends,
-    check_stages,
-    cut,
-    planned_cut,
-)
+from .cut import REMEDY, Division, check_ends, check_stages, cut
 from .profile import Profile, Tie, measure_on_rank_0, profile_by_parameters, written_buffers
 
 
@@ -149,7 +140,7 @@ def partition(
             Hugging Face decoders (one sequence of token ids is made up), and for a list of blocks
             with a plan or on the meta device (blocks then count by parameters).
         plan: use the cuts of ``spectrain plan`` instead of measuring: its file, the file's content,
-            or a ``Plan`` of ``spectrain_ext.planning``. The model's block names must match.
+            or a ``Plan`` of ``spectrain_ext.tools.planning``. The model's block names must match.
         columns: names of further columns to keep for the loss. For a model called with keywords,
             columns are dropped, as in transformers' ``Trainer``, unless ``forward`` has a parameter
             of that name or they are ``label``, ``labels`` or ``label_ids``. For a model that takes
@@ -186,7 +177,7 @@ def partition(
         >>> [len(stage) for stage in parts]
         [1, 2]
     """
-    planned = None if plan is None else planned_cut(plan)
+    planned = None if plan is None else later("planned_cut")(plan)
     if planned is not None and n_stages is None:
         n_stages = len(planned.ends)
     if isinstance(n_stages, bool) or not isinstance(n_stages, int):
@@ -240,6 +231,13 @@ def profile_of(
     measured = _with_names(source.measure(repeats), source.names)
     shared = ties_of(source.blocks, parameters=True)
     return replace(measured, ties=_ties(source, source.blocks), shared=shared)
+
+
+class HasDocument(Protocol):
+    """A plan of ``spectrain_ext.tools.planning``."""
+
+    def document(self) -> Mapping[str, Any]:
+        """Return the content of the plan's file."""
 
 
 class Form(Protocol):
@@ -301,7 +299,7 @@ def _source(
     example: Value | None,
     split_points: Sequence[str] | None,
     kept: tuple[str, ...] = (),  # columns for the loss
-    planned: PlannedCut | None = None,
+    planned: Any = None,  # the cut of a plan
 ) -> Form:
     listed = not isinstance(model, nn.Module) or isinstance(model, (nn.Sequential, nn.ModuleList))
     if listed and split_points is None:

@@ -180,11 +180,11 @@ def test_process_groups_are_known_upstairs_only() -> None:
 
 
 def test_the_command_line_is_known_to_itself_only() -> None:
-    """Except that ``fit`` shows its progress by rich."""
+    """Except that rich shows the progress of ``fit``."""
     for path in MODULES:
         if room_of(path) != "tools.commands":
             used = {name.split(".")[0] for name in imported(path)} & {"click", "rich"}
-            assert used == ({"rich"} if path.name == "fitting.py" else set()), path
+            assert used == ({"rich"} if path.name == "progress.py" else set()), path
 
 
 @pytest.mark.parametrize("folder", NATIVE)

@@ -1,5 +1,6 @@
 """Plans how to train a model on a number of devices, from measured layer times."""
 
+from .applied import planned_cut as planned_cut
 from .layers import LINKS, Layers, Link, find_link, measure_layers, read_layers, write_layers
 from .plan import METHODS, Candidate, Plan, plan, write_plan
 

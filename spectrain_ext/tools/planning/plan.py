@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from spectrain_ext.errors import check_number, one_each
 from spectrain_ext.files import finite, replace_file
 from spectrain_ext.method import Method, MethodName, chunks_of, find_method
-from spectrain_ext.partitioning import PLAN_FORMAT
 from spectrain_ext.passes.codecs import Codec, Codecs, codecs_of
 from spectrain_ext.schedule import flushes
 
+from .applied import PLAN_FORMAT
 from .costs import Costs, Setting
 from .layers import Layers, Link, find_link
 from .search import Search
