@@ -9,7 +9,9 @@ from .place import Place
 
 
 class Kind(Enum):
-    """Actions of a stage; the value is the name in errors and traces.
+    """Steps of a stage: the value is the name in errors and traces, the comment who runs it.
+
+    docs/pipeline.md says what each does.
 
     Example:
         >>> from spectrain_ext.schedule import Kind
@@ -17,42 +19,42 @@ class Kind(Enum):
         'backward of the input'
     """
 
-    PULL = "pull"
-    LOAD_FORWARD = "load forward weights"
-    SEND_TIED_WEIGHTS = "send tied weights"
-    RECEIVE_ACTIVATION = "receive activation"
-    RECEIVE_TIED_WEIGHTS = "receive tied weights"
-    FORWARD = "forward"
-    SEND_ACTIVATION = "send activation"
-    LOSS = "loss"
-    LOAD_BACKWARD = "load backward weights"
-    RECEIVE_GRADIENT = "receive gradient"
-    LOAD_TIED_WEIGHTS = "load tied weights"
-    RECOMPUTE = "recompute"
-    EXPECT_SUM = "expect the gradients that are summed"
-    BACKWARD = "backward"
-    LOAD_BACKWARD_INPUT = "load weights of the input's backward"
-    BACKWARD_INPUT = "backward of the input"
-    BACKWARD_WEIGHTS = "backward of the weights"
-    FREE_TIED_WEIGHTS = "free tied weights"
-    CHECK_GRADIENT = "check the gradient that goes back"
-    SEND_GRADIENT = "send gradient"
-    SEND_TIED_GRADIENTS = "send tied gradients"
-    ADD_TIED_GRADIENTS = "add tied gradients"
-    SUM_GRADIENTS = "sum gradients over replicas"
-    DIVIDE = "divide gradients by the count"
-    CHECK_FINITE = "check for non-finite numbers"
-    SEND_NORM = "send norm"
-    AGREE = "agree whether to update"
-    CLIP = "clip"
-    CHANGE_GRADIENTS = "change gradients"  # of a pass of yours
-    SEND_WEIGHTS = "send weights to replicas"
-    UPDATE = "update"
-    AVERAGE = "average weights over replicas"
-    REPORT = "report to the caller"
-    MEASURE = "metrics"
-    RECEIVE_WORD = "hear that the next stage is through"
-    SEND_WORD = "tell the previous stage that this one is through"
+    PULL = "pull"  # Source
+    LOAD_FORWARD = "load forward weights"  # Loads
+    SEND_TIED_WEIGHTS = "send tied weights"  # Lender
+    RECEIVE_ACTIVATION = "receive activation"  # Compute
+    RECEIVE_TIED_WEIGHTS = "receive tied weights"  # Borrower
+    FORWARD = "forward"  # Compute
+    SEND_ACTIVATION = "send activation"  # Compute
+    LOSS = "loss"  # Losses
+    LOAD_BACKWARD = "load backward weights"  # Loads
+    RECEIVE_GRADIENT = "receive gradient"  # Compute
+    LOAD_TIED_WEIGHTS = "load tied weights"  # Borrower
+    RECOMPUTE = "recompute"  # Compute
+    EXPECT_SUM = "expect the gradients that are summed"  # Ranks
+    BACKWARD = "backward"  # Compute
+    LOAD_BACKWARD_INPUT = "load weights of the input's backward"  # Loads
+    BACKWARD_INPUT = "backward of the input"  # Compute
+    BACKWARD_WEIGHTS = "backward of the weights"  # Compute
+    FREE_TIED_WEIGHTS = "free tied weights"  # Borrower
+    CHECK_GRADIENT = "check the gradient that goes back"  # passes
+    SEND_GRADIENT = "send gradient"  # Compute
+    SEND_TIED_GRADIENTS = "send tied gradients"  # Borrower
+    ADD_TIED_GRADIENTS = "add tied gradients"  # Lender
+    SUM_GRADIENTS = "sum gradients over replicas"  # Ranks
+    DIVIDE = "divide gradients by the count"  # Updates
+    CHECK_FINITE = "check for non-finite numbers"  # passes
+    SEND_NORM = "send norm"  # Updates
+    AGREE = "agree whether to update"  # passes
+    CLIP = "clip"  # Updates
+    CHANGE_GRADIENTS = "change gradients"  # passes
+    SEND_WEIGHTS = "send weights to replicas"  # passes
+    UPDATE = "update"  # Updates
+    AVERAGE = "average weights over replicas"  # passes
+    REPORT = "report to the caller"  # Ranks
+    MEASURE = "metrics"  # measuring
+    RECEIVE_WORD = "hear that the next stage is through"  # Compute
+    SEND_WORD = "tell the previous stage that this one is through"  # Compute
 
     # Members are singletons: hashing by identity keeps the executor's dispatch out of Python code.
     __hash__ = object.__hash__
