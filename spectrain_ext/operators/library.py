@@ -21,6 +21,7 @@ operators' signatures. They take lists of tensors and plain numbers:
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar, cast
@@ -44,8 +45,8 @@ _LAWS: dict[str, type[Any]] = {
 
 def _encoded(steps: Horizon) -> tuple[str, list[Any]]:
     for name, law in _LAWS.items():
-        if isinstance(steps, law):
-            return name, [getattr(steps, field) for field in law.__match_args__]
+        if type(steps) is law:  # a subclass may be another formula
+            return name, [getattr(steps, field) for field in _LAWS[name].__match_args__]
     return "linear", [steps]  # a number, or refused by the schema
 
 
@@ -75,9 +76,15 @@ class _Form(NamedTuple):
 
     schema: str
     # From the argument and the number of tensors to the schema's arguments, and back: the latter
-    # removes them from the given ones, where those with default values may be absent.
+    # removes them from the given ones.
     encode: Callable[[Any, int], dict[str, Any]]
     decode: Callable[[dict[str, Any], int], Any]
+
+    def with_defaults(self, defaults: dict[str, Any]) -> str:
+        schema = self.schema
+        for name, value in defaults.items():
+            schema = re.sub(rf"\b{name}\b(=[^,]+)?", f"{name}={value!r}", schema)
+        return schema
 
 
 def _list(value: Any) -> list[Any]:
@@ -87,15 +94,15 @@ def _list(value: Any) -> list[Any]:
 
 
 def _rate(lr: float | Tensor, _: int) -> dict[str, Any]:
-    if not isinstance(lr, Tensor):
+    if torch.compiler.is_compiling() and not isinstance(lr, Tensor):
         # A bare number would become a constant of the graph, and a learning-rate schedule would
         # recompile at every step. A product stays an operation.
         lr = torch.ones((), dtype=torch.float64) * lr
-    return {"lr": 0.0, "lr_tensor": lr}
+    return {"lr": 0.0, "lr_tensor": lr} if isinstance(lr, Tensor) else {"lr": lr}
 
 
 def _decoded_rate(given: dict[str, Any], _: int) -> Any:
-    tensor = given.pop("lr_tensor", None)
+    tensor = given.pop("lr_tensor")
     return given["lr"] if tensor is None else tensor.item()
 
 
@@ -109,8 +116,7 @@ def _predictions(predict: Sequence[tuple[Horizon, Any]], _: int) -> dict[str, An
 
 
 def _decoded_predictions(given: dict[str, Any], n: int) -> list[tuple[Horizon, Sequence[Tensor]]]:
-    outs, horizons = given.pop("outs"), given.pop("horizons", ())
-    laws = given.pop("laws", None)
+    outs, horizons, laws = (given.pop(name) for name in ("outs", "horizons", "laws"))
     predict: list[tuple[Horizon, Sequence[Tensor]]] = []
     at = 0
     for j, law in enumerate(["linear"] * len(horizons) if laws is None else laws):
@@ -142,7 +148,7 @@ _FORMS = {
     "Horizon": _Form(
         'float[] steps, str law="linear"',
         lambda steps, _: dict(zip(("law", "steps"), _encoded(steps), strict=True)),
-        lambda given, _: _decoded(given.pop("law", "linear"), given["steps"]),
+        lambda given, _: _decoded(given.pop("law"), given["steps"]),
     ),
     "Sequence[tuple[Horizon, Tensors]]": _Form(
         "Tensor({}!)[] outs, float[] horizons=[], str[]? laws=None",
@@ -150,9 +156,9 @@ _FORMS = {
         _decoded_predictions,
     ),
     "tuple[float, float]": _Form(
-        "float beta1=0.9, float beta2=0.999",
-        lambda betas, _: {"beta1": betas[0], "beta2": betas[1]},
-        lambda given, _: (given.pop("beta1", 0.9), given.pop("beta2", 0.999)),
+        "float beta1, float beta2",
+        lambda betas, _: dict(zip(("beta1", "beta2"), betas, strict=True)),
+        lambda given, _: (given.pop("beta1"), given.pop("beta2")),
     ),
     "Sequence[Tensors]": _Form("SymInt count", _concatenated, _taken_apart),
 }
@@ -169,6 +175,7 @@ class Row:
         self.lists = [name for name in self.positional if name != "out"]
         self.optional = {name for name, p in every if p.annotation == "Written | None"}  # lists
         self.keywords = {name: p for name, p in every if p.kind is p.KEYWORD_ONLY}
+        self.defaults = {name: p.default for name, p in every if p.default is not p.empty}
 
 
 class _Operator(Row):
@@ -180,10 +187,13 @@ class _Operator(Row):
         self.forms = {name: form for name, form in forms.items() if form is not None}
         types = [_LISTS.get(self.parameters[name].annotation, "Tensor[]") for name in self.lists]
         lists = list(map(" ".join, zip(types, self.lists, strict=True)))
-        keywords = [form.schema for form in self.forms.values()]
+        keywords = []
+        for name, form in self.forms.items():
+            default = self.defaults.get(name, ())  # (): none, or of lists, which cannot have one
+            keywords.append(form.with_defaults({} if default == () else form.encode(default, 0)))
         for name, p in self.keywords.items():
             if name not in ("out", "stream", *self.forms):
-                default = "" if p.default is p.empty else f"={p.default}"
+                default = f"={p.default}" if name in self.defaults else ""
                 keywords.append(f"{_NUMBERS[p.annotation]} {name}{default}")
         if "options" in self.parameters:
             keywords += [f"{type_} {name}=None" for name, type_ in _OPTIONS.items()]
@@ -195,11 +205,10 @@ class _Operator(Row):
 
     def in_graph(self, given: dict[str, Any]) -> Any:
         """Call the registered operator with the arguments of the package's operator."""
+        given = {**self.defaults, **given}
         if given.pop("stream", None) is not None:
             raise ValueError("stream: a compiled function works on the current one, expected None")
         out, zero_grad = given.pop("out", None), given.pop("zero_grad", False)
-        if "predict" in self.forms:
-            given.setdefault("predict", ())
         first = given[self.lists[0]]
         n = len(_list(first))
         arguments: dict[str, Any] = {}
@@ -222,9 +231,12 @@ class _Operator(Row):
 
     def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a kernel that calls the eager operator with the schema's arguments."""
+        parsed = torch._C.parse_schema(self.schemas[0]).arguments
+        defaults = {each.name: each.default_value for each in parsed if each.has_default_value()}
 
         def kernel(*lists: Any, **given: Any) -> Any:
             n = len(lists[0])
+            given = {**defaults, **given}  # torch leaves out what equals its default
             given.update(zip(self.lists, lists, strict=True))
             for name in self.optional:
                 given[name] = given[name] or None if n else given[name]

@@ -1,11 +1,11 @@
-"""Tests compiled calls of operators, and torch.ops.spectrain."""
+"""Tests compiled calls of operators, and torch.ops.spectrain: inner, because it declares one."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +17,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure
 
 import spectrain_ext as st
 from spectrain_ext import laws
+from spectrain_ext.operators.calls import Tensors, Written
+from spectrain_ext.operators.laws import Horizon
+from spectrain_ext.operators.library import operator
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled"),
@@ -35,6 +38,10 @@ def _new(lists: Lists) -> Lists:
     return {name: given for name, given in lists.items() if name != "out"}
 
 
+def _params(lists: Lists) -> Lists:
+    return {"params": lists["params"]}
+
+
 def _without_momentum(lists: Lists) -> Lists:
     return {"params": lists["params"][0], "grads": lists["grads"][0], "momentum_buffers": None}
 
@@ -49,6 +56,46 @@ def _gated(*, stashed: list[Tensor], **lists: Any) -> None:
     st.sgd_step_(**lists, lr=0.1, momentum=0.9, clip_factor=stashed[0].sum(), **gate)
 
 
+_AHEAD_BY = laws.SecondOrder(2.0, 1.0)
+
+
+@operator
+def declared_(
+    params: Written,
+    state: Written | None = None,
+    *,
+    lr: float = 0.25,
+    betas: tuple[float, float] = (0.5, 0.6),
+    steps: Horizon = _AHEAD_BY,
+    eps: float = 1e-3,
+    decay: float | None = 0.75,
+    nesterov: bool = True,
+    predict: Sequence[tuple[Horizon, Tensors]] = (),
+    stream: Any = None,
+) -> None:
+    """Fill all tensors with a sum of all numbers, whose defaults no operator of the package has."""
+    horizons = [laws.as_law(each) for each in (steps, *(horizon for horizon, _ in predict))]
+    of_laws = [getattr(law, name) for law in horizons for name in law.__match_args__]
+    numbers = (lr, *betas, eps, -1.0 if decay is None else decay, nesterov, *of_laws)
+    with torch.no_grad():
+        for tensor in [*params, *(state or ()), *(t for _, out in predict for t in out)]:
+            tensor.fill_(sum(float(x) * 3.0**i for i, x in enumerate(numbers)))
+
+
+@operator
+def bare_(
+    params: Written,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    predict: Sequence[tuple[Horizon, Tensors]],
+) -> None:
+    """Have no defaults."""
+    declared_(params, lr=lr, betas=betas, predict=predict)
+
+
+_DECLARED = Op("declared_", declared_, "params! state!")
+_BARE = Op("bare_", bare_, "params! predict0! predict1!", {"lr": 0.1, "betas": (0.2, 0.3)})
 _GATED = Op("sgd_step_", _gated, "params! grads momentum_buffers! stashed")
 _DISTANCE = Op("distance", lambda params, a, b: st.distance(params, [a, b]), "params a b")
 _NONE = Op("distance", lambda params: st.distance(params, []), "params")
@@ -67,9 +114,10 @@ _NADAM = {"momentum_decay": 0.1, "mu_product": 0.5}
 _AHEAD = {"betas": (0.8, 0.99), "eps": 1e-3, **_DECOUPLED, "steps": laws.Geometric(3.0)}
 #: An operator, what is given of its lists, and options. All schemas are among them.
 CALLS: list[tuple[Op, Callable[[Lists], Lists], dict[str, Any]]] = [
-    *((op, dict, {}) for op in [*OPS, _GATED, _DISTANCE, _NONE]),
+    *((op, dict, {}) for op in [*OPS, _GATED, _DISTANCE, _NONE, _DECLARED, _BARE]),
     *((op, _new, {}) for op in OPS if "out" in op.lists),
     *((op, alone, {}) for op in (BY_NAME["predict"], BY_NAME["sgd_step_"], _DISTANCE)),
+    *((_DECLARED, _params, options) for options in ({}, {"betas": (0.5, 0.7)}, {"steps": 2})),
     (BY_NAME["predict_"], dict, _GEOMETRIC),
     (BY_NAME["predict_"], dict, {"lr": torch.tensor(0.3)}),
     (BY_NAME["sgd_step_"], dict, {"steps": laws.SecondOrder(3.0, 1.0), "zero_grad": True}),
@@ -194,6 +242,61 @@ def test_schemas_have_the_functions_defaults() -> None:
     _same(lists, copies)
     _ops.adam_predict.out(w, v, u, lr=0.1, step=3, steps=[2.0], outs=out)
     st.adam_predict(a, c, d, lr=0.1, step=3, steps=2.0, out=e)
+    _same(lists, copies)
+
+
+@pytest.mark.parametrize(
+    ("flat", "options"),
+    [
+        ({}, {}),
+        ({"beta1": 0.5}, {}),
+        ({"beta1": 0.9}, {"betas": (0.9, 0.6)}),
+        ({"beta2": 0.999}, {"betas": (0.5, 0.999)}),
+        ({"steps": [1.0, 2.0]}, {"steps": laws.SecondOrder(1.0, 2.0)}),
+        ({"steps": [3.0], "law": "geometric"}, {"steps": laws.Geometric(3.0)}),
+        ({"lr_tensor": torch.tensor(0.5), "nesterov": False}, {"lr": 0.5, "nesterov": False}),
+        ({"decay": None}, {"decay": None}),
+    ],
+)
+def test_what_a_flat_call_leaves_out_has_the_functions_default(
+    flat: dict[str, Any], options: dict[str, Any]
+) -> None:
+    w, copy = [torch.zeros(3)], [torch.zeros(3)]
+    _ops.declared_(w, [], outs=[], **flat)
+    declared_(copy, **options)
+    _same(w, copy)
+    assert w[0].all()
+
+
+@pytest.mark.parametrize("missing", ["lr", "beta1", "beta2", "outs"])
+def test_a_number_without_a_default_is_required(missing: str) -> None:
+    given = {"lr": 0.1, "beta1": 0.5, "beta2": 0.6, "outs": []}
+    _ops.bare_([torch.zeros(3)], **given)
+    with pytest.raises(RuntimeError, match=f"missing value for argument '{missing}'"):
+        _ops.bare_([torch.zeros(3)], **{k: v for k, v in given.items() if k != missing})
+
+
+class _Halved(laws.Linear):
+    """A law of a user, which no schema knows."""
+
+    def sgd(self, numbers: laws.Sgd) -> list[laws.Term]:
+        return laws.Linear(self.steps / 2).sgd(numbers)
+
+
+@pytest.mark.parametrize(
+    ("op", "options"),
+    [
+        (BY_NAME["predict_"], {"steps": _Halved(2.0)}),
+        (_BARE, {"steps": _Halved(2.0)}),
+        (BY_NAME["adam_step_"], {"betas": (0.8, 0.9, 0.99)}),
+        (Op("bare_", lambda params: bare_(params, lr=0.1, betas=(0.2, 0.3)), "params!"), {}),
+    ],
+)
+def test_a_graph_refuses_what_its_operator_does_not_have(op: Op, options: dict[str, Any]) -> None:
+    lists = _lists(op)
+    copies = _copied(lists)
+    with pytest.raises(Exception, match=r"steps|horizons|betas|outs|predict|zip"):
+        torch.compile(lambda x: op(x, **options), backend="aot_eager", fullgraph=True)(lists)
     _same(lists, copies)
 
 

@@ -1,4 +1,4 @@
-"""Tests the numbers that Sgd and Adam accept, also in memory: inner, because `Rate` is."""
+"""Tests the numbers that Sgd and Adam accept, also in memory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 import torch
 from helpers.bad_input import raises
-from helpers.ops_calls import in_memory
+from helpers.ops_calls import Rate, in_memory
 from hypothesis import given
 from hypothesis import strategies as some
 from torch import Tensor
 
 import spectrain_ext as st
 from spectrain_ext import laws
-from spectrain_ext.operators.numbers import Rate
 
 INF = math.inf
 _SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
