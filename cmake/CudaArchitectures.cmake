@@ -102,7 +102,7 @@ function(spectrain_architectures flags names why)
   list(REMOVE_DUPLICATES real)
   list(SORT real COMPARE NATURAL)
 
-  # Few virtual architectures, because the front end runs once for each (adam.cu: 9 s; the assembler takes 6 s for each
+  # Few virtual architectures, because the front end runs once for each (the unit adam: 9 s; the assembler takes 6 s for each
   # real one). Code for 9.0 has the same instructions from 8.0 as from 9.0. For 10.0 and 12.0, 8.0 gives the code that 9.0
   # has; their own virtual architectures unroll more and take more registers (120 instead of 114).
   set(virtual "")

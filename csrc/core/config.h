@@ -1,6 +1,9 @@
 // Hides compiler differences.
 #pragma once
 
+#define SPECTRAIN_CONCAT_(a, b) a##b
+#define SPECTRAIN_CONCAT(a, b) SPECTRAIN_CONCAT_(a, b)
+
 #if defined(__CUDACC__)
 #define SPECTRAIN_HD __host__ __device__ __forceinline__
 #define SPECTRAIN_UNROLL _Pragma("unroll")

@@ -43,9 +43,11 @@ using PredictTypes = decltype(concatenate(Uniform{}, Narrowing{}));
 using AllTypes =
     decltype(concatenate(PredictTypes{}, concatenate(NarrowGradients{}, NarrowBoth{})));
 
-// A unit defines SPECTRAIN_UNIT to compile one list of operations.h instead of all operations.
-#if !defined(SPECTRAIN_UNIT)
-#define SPECTRAIN_UNIT SPECTRAIN_OPERATIONS
+// A unit for nvcc compiles one list of operations.h instead of all operations.
+#if defined(SPECTRAIN_UNIT)
+#define SPECTRAIN_INSTANCES SPECTRAIN_ROWS(SPECTRAIN_UNIT)
+#else
+#define SPECTRAIN_INSTANCES SPECTRAIN_OPERATIONS
 #endif
 
 template <class Entry, template <class> class Launcher, Operation operation, class... T>
@@ -63,7 +65,7 @@ static inline Entry find(KernelKey key) {
   case Operation::name:                            \
     return find_in<Entry, Launcher, Operation::name>(types{}, key);
   switch (key.operation) {
-    SPECTRAIN_UNIT(SPECTRAIN_ROW)
+    SPECTRAIN_INSTANCES
     default:
       return {};
   }

@@ -17,29 +17,33 @@
 //   stashes in the same pass; none: nothing does.
 // types: a list of instances.h, the types that the operation is compiled for.
 // rule: by the types of weights W, gradients G, state S and outputs O.
-// Each of these three lists is a unit for nvcc.
-#define SPECTRAIN_COPIES(X)            \
+#define SPECTRAIN_ROWS_copy(X)         \
   X(copy, none, Widths, Copy<W>)       \
   X(cast, none, Narrowing, Cast<W, O>) \
   X(swap, none, Widths, Swap<W>)       \
   X(extrapolate, none, WeightTypes, Extrapolate<W>)
 
-#define SPECTRAIN_SGD(X)                                               \
+#define SPECTRAIN_ROWS_sgd(X)                                          \
   X(sgd_plain, none, PlainTypes, SgdPlain<W, G>)                       \
   X(sgd_step, sgd_predict, AllTypes, SgdStep<W, G, S, O>)              \
   X(sgd_predict, sgd_stash_predict, PredictTypes, SgdPredict<W, S, O>) \
   X(sgd_stash_predict, none, Uniform, SgdStashPredict<W, S>)
 
-#define SPECTRAIN_ADAM(X)                                    \
+#define SPECTRAIN_ROWS_adam(X)                               \
   X(adam_step, adam_predict, AllTypes, AdamStep<W, G, S, O>) \
   X(adam_predict, none, PredictTypes, AdamPredict<W, S, O>)
 
-#define SPECTRAIN_OPERATIONS(X) SPECTRAIN_COPIES(X) SPECTRAIN_SGD(X) SPECTRAIN_ADAM(X)
+// These lists. nvcc compiles each as a unit of its own, by cmake/CudaSources.cmake.
+#define SPECTRAIN_UNITS(X) X(copy) X(sgd) X(adam)
+
+// Expands SPECTRAIN_ROW, which is defined anew for each use, with each row of a unit.
+#define SPECTRAIN_ROWS(unit) SPECTRAIN_CONCAT(SPECTRAIN_ROWS_, unit)(SPECTRAIN_ROW)
+#define SPECTRAIN_OPERATIONS SPECTRAIN_UNITS(SPECTRAIN_ROWS)
 
 namespace spectrain {
 
 #define SPECTRAIN_ROW(name, ...) name,
-enum class Operation : uint8_t { SPECTRAIN_OPERATIONS(SPECTRAIN_ROW) none };
+enum class Operation : uint8_t { SPECTRAIN_OPERATIONS none };
 #undef SPECTRAIN_ROW
 
 // The types of weights, gradients, state and outputs.
@@ -55,7 +59,7 @@ struct RuleOf;
   struct RuleOf<Operation::name, Types<W, G, S, O>> { \
     using type = __VA_ARGS__;                         \
   };
-SPECTRAIN_OPERATIONS(SPECTRAIN_ROW)
+SPECTRAIN_OPERATIONS
 #undef SPECTRAIN_ROW
 template <Operation operation, class T>
 using rule_of = typename RuleOf<operation, T>::type;
@@ -75,7 +79,7 @@ constexpr OperationRow row(const char* name, Operation companion) {
 inline const OperationRow& row_of(Operation operation) {
 #define SPECTRAIN_ROW(name, companion, types, ...) \
   row<rule_of<Operation::name, Same<float>>>(#name, Operation::companion),
-  static constexpr OperationRow rows[] = {SPECTRAIN_OPERATIONS(SPECTRAIN_ROW)};
+  static constexpr OperationRow rows[] = {SPECTRAIN_OPERATIONS};
 #undef SPECTRAIN_ROW
   return rows[static_cast<int>(operation)];
 }

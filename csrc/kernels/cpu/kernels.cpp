@@ -16,9 +16,6 @@
 #include "rules/distance.h"
 #include "rules/rounding.h"
 
-#define SPECTRAIN_CONCAT_(a, b) a##b
-#define SPECTRAIN_CONCAT(a, b) SPECTRAIN_CONCAT_(a, b)
-
 namespace spectrain {
 namespace {  // one copy of everything per instruction set
 

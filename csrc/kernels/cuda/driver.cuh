@@ -1,5 +1,5 @@
 // The CUDA launcher: runs body.h, a block per chunk, with the table in the kernel's parameters or
-// in device memory.
+// in device memory. Each unit of operations.h is this file, compiled with SPECTRAIN_UNIT.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -158,5 +158,10 @@ struct Cuda {
     return kernel;
   }
 };
+
+// find_cuda_copy, find_cuda_sgd, ...
+CudaKernel SPECTRAIN_CONCAT(find_cuda_, SPECTRAIN_UNIT)(KernelKey key) {
+  return find<CudaKernel, Cuda>(key);
+}
 
 }  // namespace spectrain

@@ -72,9 +72,11 @@ int cuda_device_count(std::string* why) {
 }
 
 CudaKernel find_cuda_kernel(KernelKey key) {
-  CudaKernel found = find_cuda_copy(key);
-  if (found.launch == nullptr) found = find_cuda_sgd(key);
-  if (found.launch == nullptr) found = find_cuda_adam(key);
+  CudaKernel found;
+#define SPECTRAIN_FIND(unit) \
+  if (found.launch == nullptr) found = find_cuda_##unit(key);
+  SPECTRAIN_UNITS(SPECTRAIN_FIND)
+#undef SPECTRAIN_FIND
   return found;
 }
 

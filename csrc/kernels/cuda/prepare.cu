@@ -48,7 +48,7 @@ template <class Acc>
 __device__ __forceinline__ void place_arguments(Operation operation, const Setting& s, void* to) {
 #define SPECTRAIN_ROW(name, ...) \
   if (operation == Operation::name) place<rule_of<Operation::name, Same<Acc>>>(s, to);
-  SPECTRAIN_OPERATIONS(SPECTRAIN_ROW)
+  SPECTRAIN_OPERATIONS
 #undef SPECTRAIN_ROW
 }
 

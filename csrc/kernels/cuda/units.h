@@ -32,8 +32,10 @@ inline size_t bytes_before_rows(size_t bytes) {
   return (bytes + alignof(Row) - 1) / alignof(Row) * alignof(Row);
 }
 
-// Returns no launcher if there is no such kernel.
-CudaKernel find_cuda_copy(KernelKey), find_cuda_sgd(KernelKey), find_cuda_adam(KernelKey);
+// find_cuda_copy, ...: return no launcher if the unit has no such kernel.
+#define SPECTRAIN_FIND(unit) CudaKernel find_cuda_##unit(KernelKey);
+SPECTRAIN_UNITS(SPECTRAIN_FIND)
+#undef SPECTRAIN_FIND
 
 // All of these return null or the CUDA runtime's error name.
 
