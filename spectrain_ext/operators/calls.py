@@ -14,7 +14,7 @@ from spectrain_ext import _C
 from spectrain_ext._C import Role as Role
 
 from .laws import Law, after_first_step, terms_of
-from .numbers import Adam, Hyperparameters, Rate, Setting, Sgd, Term
+from .numbers import Hyperparameters, Rate, Setting, Sgd, Term
 
 # Arrays.
 
@@ -152,8 +152,8 @@ def bump_versions(arrays: Iterable[object]) -> None:
 Numbers: TypeAlias = Sequence[Hyperparameters]  # of every parameter group
 Terms: TypeAlias = list[list[Term]]  # of every parameter group
 Rates: TypeAlias = tuple[Tensor | None, ...] | None  # of every group that has one in memory
-# The first arguments of a native plan's `predict`: operation, terms, Adam's eps of every parameter
-# group, learning rates in memory.
+# The first arguments of a native plan's `predict`: operation, terms, eps of every parameter group,
+# learning rates in memory.
 Prediction: TypeAlias = tuple[str, Terms, tuple[float, ...], Rates]
 # Those of its `step`: operation, settings, outputs with the terms of their predictions, rates.
 Step: TypeAlias = tuple[str, list[Setting], list[tuple[int, Terms]], Rates]
@@ -169,17 +169,12 @@ def prediction(groups: Numbers, laws: Sequence[Law]) -> Prediction:
                     "steps: a second-order prediction needs the gradient; let the step write it "
                     "(predict=)"
                 )
-    eps: tuple[float, ...] = ()
-    if isinstance(groups[0], Adam):
-        eps = tuple([numbers.eps for numbers in cast("Sequence[Adam]", groups)])
+    eps = tuple([each.eps for each in groups])
     return f"{groups[0].rule}_predict", terms, eps, _rates(groups)
 
 
 def _rates(groups: Numbers) -> Rates:
-    rates = tuple(
-        each.lr.tensor if isinstance(each, Sgd) and isinstance(each.lr, Rate) else None
-        for each in groups
-    )
+    rates = tuple([each.lr.tensor if isinstance(each.lr, Rate) else None for each in groups])
     return None if rates.count(None) == len(rates) else rates
 
 
