@@ -1,5 +1,5 @@
-// The operations, a row each. To add one: write its rule in rules/, include it here, and add a row.
-// Plans, launchers and the Python module read everything else from here.
+// The operations, a row each. To add one: write its rule in rules/, include it here, and add a row
+// to a unit. Plans, launchers, the Python module and CMake read everything else from here.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +33,7 @@
   X(adam_step, adam_predict, AllTypes, AdamStep<W, G, S, O>) \
   X(adam_predict, none, PredictTypes, AdamPredict<W, S, O>)
 
-// These lists. nvcc compiles each as a unit of its own, by cmake/CudaSources.cmake.
+// These lists: nvcc compiles each as a unit of its own.
 #define SPECTRAIN_UNITS(X) X(copy) X(sgd) X(adam)
 
 // Expands SPECTRAIN_ROW, which is defined anew for each use, with each row of a unit.

@@ -29,17 +29,18 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
+from . import laws
 from .calls import StepOptions, bump_versions
-from .laws import Geometric, Horizon, Linear, SecondOrder
+from .laws import Horizon, Law
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Laws in schemas.
+# Laws in schemas: those of laws.py, "second_order" for SecondOrder.
 
 _LAWS: dict[str, type[Any]] = {
-    "geometric": Geometric,
-    "linear": Linear,
-    "second_order": SecondOrder,
+    re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower(): law
+    for name, law in vars(laws).items()
+    if inspect.isclass(law) and Law in law.__bases__
 }
 
 
@@ -107,19 +108,19 @@ def _decoded_rate(given: dict[str, Any], _: int) -> Any:
 
 
 def _predictions(predict: Sequence[tuple[Horizon, Any]], _: int) -> dict[str, Any]:
-    laws = [_encoded(steps) for steps, _ in predict]
+    encoded = [_encoded(steps) for steps, _ in predict]
     return {
         "outs": [t for _, out in predict for t in _list(out)],
-        "horizons": [number for _, numbers in laws for number in numbers],
-        "laws": [law for law, _ in laws],
+        "horizons": [number for _, numbers in encoded for number in numbers],
+        "laws": [law for law, _ in encoded],
     }
 
 
 def _decoded_predictions(given: dict[str, Any], n: int) -> list[tuple[Horizon, Sequence[Tensor]]]:
-    outs, horizons, laws = (given.pop(name) for name in ("outs", "horizons", "laws"))
+    outs, horizons, names = (given.pop(name) for name in ("outs", "horizons", "laws"))
     predict: list[tuple[Horizon, Sequence[Tensor]]] = []
     at = 0
-    for j, law in enumerate(["linear"] * len(horizons) if laws is None else laws):
+    for j, law in enumerate(["linear"] * len(horizons) if names is None else names):
         end = at + len(_LAWS[law].__match_args__) if law in _LAWS else at
         predict.append((_decoded(law, horizons[at:end]), outs[j * n : (j + 1) * n]))
         at = end

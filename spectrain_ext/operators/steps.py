@@ -1,9 +1,8 @@
 """Steps of update rules: each function here is a rule's row.
 
 A row declares arguments and passes all of them on, as its `locals()`. Torch's operator follows from
-its signature, and the method of that name of a `Plan` has the same keywords. A new rule's
-hyperparameters, a subclass of `Hyperparameters`, may stand above its row;
-csrc/kernels/operations.h has the row of its kernel.
+its signature, and the method of that name of a `Plan` has the same keywords. numbers.py has the
+rules' hyperparameters, csrc/kernels/operations.h the rows of their kernels.
 
 Arguments have these names: `params`, `grads` and the rule's state (`ROLES`), the fields of its
 hyperparameters, `predict`, `stream`, `first_step` if the rule has one, and `**options`.
@@ -238,4 +237,10 @@ def adam_step_(
 
 
 #: By name.
-ROWS = {row.name: row for row in (StepRow(Sgd, sgd_step_), StepRow(Adam, adam_step_))}
+ROWS = {
+    row.name: row
+    for row in (
+        StepRow(Sgd, sgd_step_),
+        StepRow(Adam, adam_step_),
+    )
+}

@@ -1,0 +1,267 @@
+"""Adds to a copy of the project what architecture.md's table "Where to add" tells, and no more.
+
+Each addition changes exactly the files that its row names, and works.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from helpers.build_tools import ROOT, TOOLS, run
+
+PAGE = ROOT / "docs" / "architecture.md"
+
+
+class Addition(NamedTuple):
+    """A text behind another one that a file has once; behind none, a new file."""
+
+    path: str
+    after: str
+    text: str
+
+
+def places(what: str) -> set[str]:
+    """Return the files that a row of the table names, and the folders of new files."""
+    (row,) = re.findall(rf"^\| {re.escape(what)} \|(.*)\|$", PAGE.read_text(), re.MULTILINE)
+    named = re.findall(r"`([\w./]+(?:/|\.(?:py|cpp|h|md)))`", row)
+    return {path if (ROOT / path).exists() else f"spectrain_ext/{path}" for path in named}
+
+
+def add(folder: Path, additions: Sequence[Addition], what: str) -> None:
+    """Make additions to a copy of the project; the row of the table has to name their places."""
+    found = set()
+    for path, after, text in additions:
+        file = folder / path
+        found.add(path if after else f"{path.rpartition('/')[0]}/")
+        before = file.read_text() if after else ""
+        assert before.count(after) == 1 or not after, f"{path} has not one {after!r}"
+        file.write_text(before.replace(after, after + text) if after else text)
+    assert found == places(what)
+
+
+def copied(folder: Path) -> Path:
+    """Return a copy of the sources and their tests."""
+    native = shutil.ignore_patterns("_C.*.so", "__pycache__", ".*")
+    for name in ("cmake", "csrc", "docs", "spectrain_ext", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=native)
+    for name in ("CMakeLists.txt", "pyproject.toml"):
+        shutil.copyfile(ROOT / name, folder / name)
+    return folder
+
+
+def build(folder: Path) -> None:
+    """Compile the native module where Python finds it, without CUDA and for float32 alone."""
+    instances = folder / "csrc" / "kernels" / "instances.h"
+    short, n = re.subn(
+        r"TypesList<(?:Same|Types)<(?:float|Half)[^;]*;",
+        "TypesList<Same<float>>;",
+        instances.read_text(),
+    )
+    assert n >= 4
+    instances.write_text(short)
+    options = {"CUDA": "OFF", "PYTHON": "ON", "TESTS": "OFF", "VERSION": "0"}
+    given = [f"-DSPECTRAIN_{name}={value}" for name, value in options.items()]
+    run("cmake", "-S", folder, "-B", folder / "b", "-G", "Ninja", *given)
+    run("cmake", "--build", folder / "b")
+    run("cmake", "--install", folder / "b", "--prefix", folder / "spectrain_ext")
+
+
+def run_tests(folder: Path, *arguments: str) -> str:
+    """Return what the tests of a copy print, which use that copy of the package."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *arguments]
+    environment = {**os.environ, "PATH": TOOLS, "PYTHONPATH": str(folder)}
+    done = subprocess.run(command, cwd=folder / "tests", env=environment, capture_output=True)
+    output = done.stdout.decode()
+    assert done.returncode == 0, output[-4000:] + done.stderr.decode()[-4000:]
+    return output
+
+
+#: Lion (Chen et al., arXiv 2302.06675), which predicts by steps whose gradients are zero.
+LION = [
+    Addition(
+        "csrc/rules/lion.h",
+        "",
+        (Path(__file__).parent / "additions" / "lion.h").read_text(),
+    ),
+    Addition(
+        "csrc/kernels/operations.h", '#include "rules/extrapolate.h"\n', '#include "rules/lion.h"\n'
+    ),
+    Addition(
+        "csrc/kernels/operations.h",
+        "  X(adam_predict, none, PredictTypes, AdamPredict<W, S, O>)\n",
+        """
+#define SPECTRAIN_ROWS_lion(X)                               \\
+  X(lion_step, lion_predict, AllTypes, LionStep<W, G, S, O>) \\
+  X(lion_predict, none, PredictTypes, LionPredict<W, S, O>)
+""",
+    ),
+    Addition("csrc/kernels/operations.h", "X(copy) X(sgd) X(adam)", " X(lion)"),
+    Addition(
+        "spectrain_ext/operators/numbers.py",
+        "        return sign, l2, beta1, 1.0 - beta1, beta2, self.eps, step\n",
+        """
+
+@dataclass(frozen=True, slots=True)
+class Lion(Hyperparameters):
+    rule: ClassVar[str] = "lion"
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _make_non_negative(self, ("lr", "weight_decay"))
+
+    @property
+    def keep(self) -> float:
+        return 1.0 - self.lr * self.weight_decay
+
+    def setting(self) -> Setting:
+        beta1, beta2 = self.betas
+        return 1.0, 0.0, beta2, 1.0 - beta2, beta1, 0.0, Term(self.keep, 0.0, self.lr)
+""",
+    ),
+    Addition("spectrain_ext/operators/laws.py", "from .numbers import Hyperparameters, ", "Lion, "),
+    Addition(
+        "spectrain_ext/operators/laws.py",
+        "        return [Term(1.0, self.steps * rate, 0.0, numbers.root(numbers.step))]\n",
+        '''
+    def lion(self, numbers: Lion) -> list[Term]:
+        """Return the term under Lion: W - s*lr*sign(v)."""
+        return [Term(1.0, self.steps * numbers.lr)] if self.steps else []
+''',
+    ),
+    Addition("spectrain_ext/operators/steps.py", "from .numbers import Adam, ", "Lion, "),
+    Addition(
+        "spectrain_ext/operators/steps.py",
+        '    _step("adam_step_", locals())\n',
+        '''
+
+@operator
+def lion_step_(
+    params: Written,
+    grads: Gradients,
+    momentum_buffers: Written,
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.99),
+    weight_decay: float = 0.0,
+    predict: Sequence[tuple[Horizon, Tensors]] = (),
+    stream: Any = None,
+    **options: Unpack[StepOptions],
+) -> None:
+    """Make one step of Lion and write predictions, in one pass over memory.
+
+    Example:
+        >>> weights, gradients, momentum = torch.ones(2), torch.ones(2), torch.zeros(2)
+        >>> st.lion_step_(weights, gradients, momentum, lr=0.25)
+        >>> weights
+        tensor([0.7500, 0.7500])
+    """
+    _step("lion_step_", locals())
+''',
+    ),
+    Addition(
+        "spectrain_ext/operators/steps.py",
+        "        StepRow(Adam, adam_step_),\n",
+        "        StepRow(Lion, lion_step_),\n",
+    ),
+    Addition(
+        "spectrain_ext/operators/plan.py",
+        """
+        made = _ADAM.arguments(numbers, self._horizons(predict), False)
+        self._native.step(*made, False, options, stream)
+""",
+        '''
+    def lion_step_(
+        self,
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        predict: Sequence[Horizon | None] = (),
+        stream: Any = None,
+        **options: Unpack[StepOptions],
+    ) -> None:
+        """Make a step and write predictions; see `spectrain_ext.lion_step_`."""
+        numbers = lr, betas, weight_decay
+        made = ROWS["lion_step_"].arguments(numbers, self._horizons(predict), False)
+        self._native.step(*made, False, options, stream)
+''',
+    ),
+    Addition("spectrain_ext/operators/__init__.py", "steps import adam_step_", ", lion_step_"),
+    Addition("spectrain_ext/operators/__init__.py", '    "laws",\n', '    "lion_step_",\n'),
+    Addition("spectrain_ext/__init__.py", "        extrapolate,\n", "        lion_step_,\n"),
+    Addition("spectrain_ext/__init__.py", '    "laws",\n', '    "lion_step_",\n'),
+    Addition(
+        "docs/api.md",
+        ".. autofunction:: spectrain_ext.adam_predict\n",
+        "\n.. autofunction:: spectrain_ext.lion_step_\n",
+    ),
+    Addition(
+        "docs/operators.md",
+        "| `adam_step_`, `adam_predict` | Adam, AdamW, NAdam |\n",
+        "| `lion_step_` | Lion |\n",
+    ),
+    Addition(
+        "tests/helpers/operator_table.py",
+        '    Op("adam_step_", st.adam_step_, _ADAM, {"lr": 0.1, "step": 3}),\n',
+        '    Op("lion_step_", st.lion_step_, _SGD, {"lr": 0.1}),\n',
+    ),
+    Addition(
+        "tests/operators/test_lion.py",
+        "",
+        """\
+import pytest
+import torch
+
+import spectrain_ext as st
+
+
+@pytest.mark.parametrize("how", ["eager", "plan", "compiled"])
+def test_a_step_and_a_prediction_follow_the_definition(how: str) -> None:
+    torch.manual_seed(0)
+    w, g, v = ([torch.randn(n) for n in (7, 5003)] for _ in range(3))
+    ahead = [torch.empty_like(t) for t in w]
+    new, state = [], []
+    for x, d, m in zip(w, g, v):
+        new.append(x - 0.1 * ((0.9 * m + (1 - 0.9) * d).sign() + 0.01 * x))
+        state.append(0.99 * m + (1 - 0.99) * d)
+    numbers = {"lr": 0.1, "weight_decay": 0.01}
+    if how == "plan":
+        plan = st.Plan(w, grads=g, momentum_buffers=v, outs=[ahead])
+        plan.lion_step_(**numbers, predict=[2])
+    else:
+
+        def step(w, g, v, ahead):
+            st.lion_step_(w, g, v, **numbers, predict=[(2, ahead)])
+
+        if how == "compiled":
+            step = torch.compile(step, backend="aot_eager", fullgraph=True)
+        step(w, g, v, ahead)
+    torch.testing.assert_close(w, new)
+    torch.testing.assert_close(v, state)
+    torch.testing.assert_close(ahead, [x - 2 * 0.1 * m.sign() for x, m in zip(new, state)])
+""",
+    ),
+]
+
+
+@pytest.mark.compiler
+@pytest.mark.processes
+@pytest.mark.timeout(900)
+def test_an_update_rule_with_its_own_kernel(tmp_path: Path) -> None:
+    """Its operator computes the definition, eagerly, by a plan and compiled."""
+    folder = copied(tmp_path)
+    add(folder, LION, "update rule with its own kernel")
+    build(folder)
+    out = run_tests(folder, "operators/test_lion.py", "operators/test_library.py", "-k", "lion")
+    assert re.search(r"^[5-9] passed", out, re.MULTILINE), out
