@@ -17,6 +17,8 @@ from typing import NamedTuple
 import pytest
 from helpers.build_tools import ROOT, TOOLS, run
 
+from spectrain_ext import _C
+
 PAGE = ROOT / "docs" / "architecture.md"
 
 
@@ -265,3 +267,52 @@ def test_an_update_rule_with_its_own_kernel(tmp_path: Path) -> None:
     build(folder)
     out = run_tests(folder, "operators/test_lion.py", "operators/test_library.py", "-k", "lion")
     assert re.search(r"^[5-9] passed", out, re.MULTILINE), out
+
+
+METHOD = [
+    Addition(
+        "spectrain_ext/method/registry.py",
+        '    | Literal["pipemare-t1", "pipemare-t2", "pipemare"]\n',
+        '    | Literal["lwp-half"]\n',
+    ),
+    Addition(
+        "spectrain_ext/method/registry.py",
+        '    ("interleaved", interleaved),\n',
+        """\
+    Method(
+        "lwp-half",
+        "the forward predicts half of the way to its backward's version",
+        forward_horizon=lambda place: formulas.delay(place) // 2,
+    ),
+""",
+    ),
+    Addition(
+        "docs/methods.md",
+        "| `msnag` | newest, geometric D | newest | D | master |\n",
+        "| `lwp-half` | newest, linear D/2 | newest | D | master |\n",
+    ),
+    Addition(
+        "tests/oracle/methods.py",
+        '    "lwp-v": Definition(forward=local),\n',
+        '    "lwp-half": Definition(forward=lambda *place: local(*place) // 2),\n',
+    ),
+]
+
+
+@pytest.mark.processes
+def test_a_method(tmp_path: Path) -> None:
+    """It is the definition at all places, and has a row in the manual."""
+    folder = copied(tmp_path)
+    native = Path(_C.__file__)
+    shutil.copyfile(native, folder / "spectrain_ext" / native.name)
+    for name in ("examples", "studies"):
+        shutil.copytree(ROOT / name, folder / name)
+    for name in ("README.md", "CONTRIBUTING.md", "Makefile"):
+        shutil.copyfile(ROOT / name, folder / name)
+    add(folder, METHOD, "method")
+    out = run_tests(folder, "method", "project/test_docs.py", "-k", "lwp-half or registry or names")
+    assert re.search(r"^[5-9] passed", out, re.MULTILINE), out
+    shown = "import spectrain_ext as st; print(st.method.find_method('lwp-half').summary)"
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    said = subprocess.check_output([sys.executable, "-c", shown], env=environment, text=True)
+    assert said == "the forward predicts half of the way to its backward's version\n"
