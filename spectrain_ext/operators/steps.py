@@ -237,10 +237,4 @@ def adam_step_(
 
 
 #: By name.
-ROWS = {
-    row.name: row
-    for row in (
-        StepRow(Sgd, sgd_step_),
-        StepRow(Adam, adam_step_),
-    )
-}
+ROWS = {row.name: row for row in (StepRow(Sgd, sgd_step_), StepRow(Adam, adam_step_))}

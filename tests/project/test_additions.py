@@ -173,8 +173,8 @@ def lion_step_(
     ),
     Addition(
         "spectrain_ext/operators/steps.py",
-        "        StepRow(Adam, adam_step_),\n",
-        "        StepRow(Lion, lion_step_),\n",
+        "StepRow(Adam, adam_step_)",
+        ", StepRow(Lion, lion_step_)",
     ),
     Addition(
         "spectrain_ext/operators/plan.py",
