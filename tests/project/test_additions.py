@@ -305,8 +305,8 @@ def test_a_method(tmp_path: Path) -> None:
     folder = copied(tmp_path)
     native = Path(_C.__file__)
     shutil.copyfile(native, folder / "spectrain_ext" / native.name)
-    for name in ("examples", "studies"):
-        shutil.copytree(ROOT / name, folder / name)
+    for name in ("bench", "examples", "studies"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("20*"))
     for name in ("README.md", "CONTRIBUTING.md", "Makefile"):
         shutil.copyfile(ROOT / name, folder / name)
     add(folder, METHOD, "method")
