@@ -52,7 +52,6 @@ if TYPE_CHECKING:
         Plan,
         adam_predict,
         adam_step_,
-        corrections,
         distance,
         extrapolate,
         predict,
@@ -64,7 +63,7 @@ if TYPE_CHECKING:
         swap_,
     )
     from spectrain_ext.partitioning import partition
-    from spectrain_ext.passes import averaging, codecs
+    from spectrain_ext.passes import averaging, codecs, corrections
     from spectrain_ext.pipeline import Observer
     from spectrain_ext.tools.metrics import Metrics, Trace
     from spectrain_ext.tools.models import materialize
@@ -129,6 +128,7 @@ _LATER = {
     "averaging": "passes.averaging",
     "checkpoint": "checkpoint",
     "codecs": "passes.codecs",
+    "corrections": "passes.corrections",
     "join_ranks": "distributed",
     "partition": "partitioning",
     "partitioning": "partitioning",

@@ -13,6 +13,7 @@ _PACKAGE = __name__.rpartition(".")[0]
 
 #: By name: the module below this package that has it.
 NAMES = {
+    "corrections": "passes",
     **dict.fromkeys(("Metrics", "Trace", "progress_shown"), "tools.metrics"),
     **dict.fromkeys(("form_of", "materialize", "unexpected", "TracedStage"), "tools.models"),
     **dict.fromkeys(("plan", "planned_cut"), "tools.planning"),

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from spectrain_ext.method import (
     Method,
     check_optimizer,
+    delay_under,
     factor_of,
     find_method,
     phase_places,
@@ -34,7 +35,7 @@ from spectrain_ext.passes.codecs import Codec
 from spectrain_ext.passes.compress import packed_message, unpacked_message
 from spectrain_ext.pipeline.norms import gradient_norm
 from spectrain_ext.pipeline.ties import Copy, copies_of
-from spectrain_ext.schedule import Generator, Instruction, Kind, Place, find_generator, flushes
+from spectrain_ext.schedule import Instruction, Kind, Place, find_generator, flushes
 from spectrain_ext.transport import Buffer, Message
 from spectrain_ext.transport.message import TENSOR
 from spectrain_ext.weights import StageWeights
@@ -86,20 +87,19 @@ class DelayedStage:
     ties: Sequence[_Tie] = ()
     weights: StageWeights | None = None  # None: no trainable parameters
     averaged = False  # whether an update is followed by other weights
+    # What passes ask of a stage and its run: all is in one stream, and nothing is skipped.
+    reading = changing_gradients = staticmethod(lambda wide=False: torch.no_grad())
+    skips, trains, is_last = False, True, staticmethod(lambda i, j: True)
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, index: int) -> None:
+        self.module, self.index = module, index
         # Batch statistics are those of one microbatch.
         self._apart = any(
             isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()
         )
 
     def enter(
-        self,
-        weights: StageWeights | None,
-        place: Place,
-        schedule: str | Generator,
-        minibatches: int,
+        self, weights: StageWeights | None, place: Place, phase: Method, minibatches: int
     ) -> None:
         """Begin a phase of the method with the current weights as its first version."""
         if self.weights is not None and self.weights.bound:
@@ -109,30 +109,34 @@ class DelayedStage:
         self._microbatches = range(place.microbatches)
         self.parts: list[_Part] = []
         self._met: dict[tuple[Kind, int, int], Content] = {}  # for the forwards and backwards ahead
+        self.late = delay_under(phase.schedule, place)
+        self.passes = [each.on(self, None) for each in phase.passes]
+        self._steps = [each.begin(self) for each in self.passes]
         if weights is None:
             return
         weights.bind()
         weights.begin(minibatches)
-        self._actions: Iterator[Instruction] = find_generator(schedule)(place)
+        self._actions: Iterator[Instruction] = find_generator(phase.schedule)(place)
         self._peeked: tuple[Instruction, ...] = ()
         self._storage, self._versions = weights._bound, weights.versions
         self._own: list[VersionBuffer] = []  # for parts whose backward uses other weights
 
-    def _read(self, microbatches: int) -> list[tuple[Content | None, Content | None]]:
+    def _run_passes(self, kind: Kind) -> None:
+        for run in [steps[kind] for steps in self._steps if kind in steps]:
+            run(0, 0)
+
+    def _read(self) -> list[tuple[Content | None, Content | None]]:
         """Hold and return what the forwards and backwards up to the next update compute with."""
         if self.weights is None:
             return [(None, None)] * len(self._microbatches)
-        versions, backwards = self._versions, []
+        versions = self._versions
         for kind, i, j in chain(self._peeked, self._actions):
             if kind is Kind.UPDATE:
                 break
             if kind is Kind.FORWARD:
                 self._hold(kind, i, j, versions.for_forward(i, j))
-            elif kind is not Kind.BACKWARD_INPUT:  # both halves use the same
-                backwards.append(j)
-        # Those that a small minibatch lacks come first: corrections read what the last one used.
-        for j in sorted(backwards, key=lambda j: j < microbatches):
-            self._hold(Kind.BACKWARD, i, j, versions.for_backward(i, j))
+            elif kind is not Kind.BACKWARD_INPUT:  # both halves use the same weights
+                self._hold(Kind.BACKWARD, i, j, versions.for_backward(i, j))
         found = self._met.pop
         return [
             (found((Kind.FORWARD, i, j)), found((Kind.BACKWARD, i, j))) for j in self._microbatches
@@ -166,7 +170,7 @@ class DelayedStage:
 
     def forward(self, value: Tensor, sizes: Sequence[int]) -> None:
         """Run all microbatches of the next minibatch, which have these sizes."""
-        self._used = self._read(len(sizes))
+        self._used = self._read()
         homes = [[id(tie.home.lent[j]) for tie in self.ties] for j in range(len(sizes))]
         met = [
             (*pair, self._apart * j, home)
@@ -214,6 +218,7 @@ class DelayedStage:
                 part.output.backward(piece)
             reached = part.leaf.grad
             found.append(torch.zeros_like(part.leaf) if reached is None else reached)
+        self._run_passes(Kind.BACKWARD)
         self._release(content for _, content in self._used)
         self.parts = []
         return torch.cat(found)
@@ -226,7 +231,9 @@ class DelayedStage:
         self._peeked = (next(self._actions),)
         kind, i, j = self._peeked[0]
         following = (i, j) if kind is Kind.FORWARD else None
+        self._run_passes(Kind.CHANGE_GRADIENTS)
         weights.step(self._versions.begin_update(following, self.averaged, weights.rates_move))
+        self._run_passes(Kind.UPDATE)
         if self._storage.bound is not self._storage.true:
             self._storage.point(self._storage.true)
 
@@ -272,7 +279,7 @@ class Delayed:
         codec: Codec | None = None,
     ) -> None:
         self.method = find_method(method)
-        self.stages = [DelayedStage(module) for module in stages]
+        self.stages = [DelayedStage(module, k) for k, module in enumerate(stages)]
         self._model = nn.Sequential(*stages)
         copies = copies_of(stages, range(len(stages)))
         self._ties = [_Tie(copy, self.stages[copy.home]) for copy in copies]
@@ -317,7 +324,7 @@ class Delayed:
         own = self._phase.clip
         self._norms = [self._clip_norm or (own and own(place)) for place in places]
         for stage, place, each in zip(self.stages, places, weights, strict=True):
-            stage.enter(each, place, self._phase.schedule, self.minibatches)
+            stage.enter(each, place, self._phase, self.minibatches)
 
     def train_on(self, value: Tensor, target: Tensor) -> Tensor:
         """Train on one minibatch, one update of every stage; return its loss, 0-d and detached."""

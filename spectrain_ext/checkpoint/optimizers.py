@@ -22,13 +22,12 @@ from .weights import part_like, weights_of
 _IMPLEMENTATION = frozenset(("foreach", "fused", "capturable", "differentiable"))
 _NOT_OPTIONS = frozenset(("params", "param_names"))
 _NOTHING: Json = {"options": {}}
-_RATES = ("initial_lr", "gap_rate")  # options that a scheduler and a correction add to groups
+_INITIAL = "initial_lr"  # an option that a scheduler adds to groups
 # State of known optimizers that must have the parameter's shape; a scalar would be broadcast.
 _ELEMENTWISE = frozenset(
     (
         *("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "sum"),
-        *("square_avg", "grad_avg", "acc_delta", "ax", "prev", "step_size", "gap_average"),
-        "update_buffer",
+        *("square_avg", "grad_avg", "acc_delta", "ax", "prev", "step_size", "update_buffer"),
     )
 )
 
@@ -194,7 +193,7 @@ class OptimizerState(Item):
                 options = {key: _like(value, group.get(key)) for key, value in options.items()}
             elif options:  # without those that a step of this optimizer has added
                 defaults = getattr(self._optimizer, "defaults", group)
-                known = {*defaults, *_RATES, *_IMPLEMENTATION, *_NOT_OPTIONS}
+                known = {*defaults, _INITIAL, *_IMPLEMENTATION, *_NOT_OPTIONS}
                 now = {key: value for key, value in group.items() if key in known}
             indices = list(range(count, count + len(group["params"])))
             groups.append({**now, **options, "params": indices})
@@ -313,7 +312,7 @@ def _taken(saved: Json, group: Mapping[str, Any] | None, where: str) -> Json:
     for key, value in saved["options"].items():
         if key in _IMPLEMENTATION:
             continue
-        if group is None or key in group or key in _RATES:
+        if group is None or key in group or key == _INITIAL:
             taken[key] = value
         elif decoded := decode(value, dict.fromkeys(tensors_in(value))):
             raise ValueError(

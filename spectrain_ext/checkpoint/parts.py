@@ -202,7 +202,7 @@ def parts_of(
                 stage.random,
                 {} if weights is None else weights.masters(),
                 weights,
-                stage.passes,
+                stage.every_pass,
                 processes.replica,
                 counts[k],
                 None if weights is None else apart,

@@ -207,8 +207,8 @@ def stage_states(part: Part) -> States:
 class PassState(Item):
     """One stage's copy of a pass; what it has of a parameter follows that into other cuts."""
 
-    def __init__(self, part: Part, own: Pass) -> None:
-        self._part, self._pass, self._kind = part, own, type(own).__name__
+    def __init__(self, part: Part, own: Pass, kind: str) -> None:
+        self._part, self._pass, self._kind = part, own, kind
         self.what = f"the {self._kind} of stage {part.stage}"
         self.key = f"pass.stage{part.stage}.{self._kind}"
         self._named = dict(part.module.named_parameters(remove_duplicate=False))

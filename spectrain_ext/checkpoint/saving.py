@@ -164,7 +164,13 @@ def together(target: nn.Module, doing: str) -> AbstractContextManager[Peers]:
 
 def passes_of(part: Part) -> dict[str, PassState]:
     """Return the state of a stage's passes, by their classes' names."""
-    return {type(each).__name__: PassState(part, each) for each in part.passes}
+    found: dict[str, PassState] = {}
+    for n, each in enumerate(part.passes):  # of all phases, which may have some of one class
+        kind = type(each)
+        before = sum(type(other) is kind for other in part.passes[:n])
+        name = kind.__name__ + f" {before + 1}" * bool(before)
+        found[name] = PassState(part, each, name)
+    return found
 
 
 def items_of(part: Part) -> dict[str, Item]:

@@ -68,6 +68,7 @@ def rules_to_compare(method: Method, of_phases: Sequence[Sequence[Place]]) -> di
             # Functions are compared by their results.
             "rates": [f and f(update) for f in factors for update in (0, 1)],
             "then": [] if then is None else [then.after],
+            "passes": [*map(repr, phase.passes)],
         }
         rules = [vars(rules_at(phase, place)) for place in places]
         for field in rules[0]:

@@ -94,7 +94,7 @@ class Ranks(Processes):
             raise ValueError(f"stage: the stages of a rank must be on one device, got {where}")
         places = widest(of_phases)
         if not self.own_minibatches:
-            check_replicas(method, of_phases, replicas)
+            check_replicas(method, of_phases, replicas, self._given_passes)
         of_ranks = compare_settings(
             board,
             {
@@ -232,7 +232,7 @@ class Ranks(Processes):
                 run.results.append(Result(i, loss))
 
         def expect(i: int, j: int) -> None:
-            if total is not None and j == len(stage.cursor.shares[i]) - 1:
+            if total is not None and j == stage.microbatches_of(i) - 1:
                 total.expect()
 
         made: dict[Kind, Handler] = {}

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from spectrain_ext.cutting import cut_of
-from spectrain_ext.optim import PredictingOptimizer
 from spectrain_ext.passes.offload import Saving
 from spectrain_ext.pipeline.norms import gradient_norm
 from spectrain_ext.pipeline.passes import Handler, Pass
@@ -100,9 +99,6 @@ class TensorParallel(Pass):
         weights = stage.weights
         if weights is not None and made._sharded.intersection(weights.params):
             _check_optimizer(weights.optimizer, stage.index)
-        if weights is not None and isinstance(weights.optimizer, PredictingOptimizer):
-            lengths = partial(_whole_lengths, made._sharded, made._over_shards)
-            weights.optimizer._whole_lengths = lengths
         return made
 
     # A run.
@@ -180,6 +176,13 @@ class TensorParallel(Pass):
         of_others = gradient_norm([p for p in params if p not in self._sharded], device)
         return (squares + of_others.double().square()).sqrt().to(of_shards.dtype)
 
+    def whole_lengths(self, params: Sequence[Tensor], lengths: Tensor) -> Tensor:
+        at = [n for n, p in enumerate(params) if p in self._sharded]
+        squares = lengths[..., at].square()
+        self._over_shards(squares)
+        lengths[..., at] = squares.sqrt()
+        return lengths
+
     # Messages carry shards, and a note of what they are part of.
 
     def sends_activation(self, i: int, j: int, message: Message) -> Message:
@@ -212,19 +215,6 @@ def _signature(gradient: Tensor) -> Tensor:
     flat = gradient.detach().to_dense().double().flatten()
     weights = torch.arange(flat.numel(), dtype=torch.float64, device=flat.device).cos()
     return torch.stack([flat.norm(), flat @ weights])
-
-
-def _whole_lengths(
-    sharded: set[Tensor],
-    over_shards: Callable[[Tensor], None],
-    params: Sequence[Tensor],
-    lengths: Tensor,
-) -> Tensor:
-    at = [n for n, p in enumerate(params) if p in sharded]
-    squares = lengths[..., at].square()
-    over_shards(squares)
-    lengths[..., at] = squares.sqrt()
-    return lengths
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, k: int) -> None:

@@ -6,12 +6,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import sqrt
-from typing import TYPE_CHECKING
 
 from spectrain_ext.schedule import FLUSHING, Generator, Place, Rules, count_stage
-
-if TYPE_CHECKING:
-    from spectrain_ext.operators.corrections import Correction
 
 
 def none(place: Place) -> int:
@@ -116,16 +112,6 @@ def xpipe_backward(place: Place) -> int:
 def recipe_clip(place: Place) -> float:
     """Return a gradient norm per stage that keeps second-order predictions stable."""
     return 0.57 / sqrt(place.stages)
-
-
-def where_late(correction: Callable[[int], Correction]) -> Callable[[Place], Correction | None]:
-    """Return a rule that makes a correction from a stage's delay, or None where it is 0."""
-
-    def rule(place: Place) -> Correction | None:
-        late = delay(place)
-        return correction(late) if late else None
-
-    return rule
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from typing import Literal
 
 import torch
 
-from spectrain_ext.operators.corrections import OwnCorrection
 from spectrain_ext.schedule import Place, Replicas
 
 from .formulas import delay_under
@@ -78,10 +77,9 @@ def in_words(
         name = law if isinstance(law, str) else getattr(law, "__name__", type(law).__name__)
         clauses.append(f"every stage predicts {far} ahead by the {name} law")
     clauses.append("backwards look back" if law == "average" else _BACKWARDS[method.backward])
-    corrections = [rule.correction for rule in rules if rule.correction]
-    if corrections:
-        rules_of = (c.rule if isinstance(c, OwnCorrection) else c for c in corrections)
-        names = dict.fromkeys(type(rule).__name__ for rule in rules_of)
+    added = [*method.passes, *(rule.correction for rule in rules if rule.correction)]
+    if added:
+        names = dict.fromkeys(type(each).__name__ for each in added)
         spaced = (re.sub(r"(?<!^)(?=[A-Z])", " ", name).lower() for name in names)
         clauses.append(f"steps have {' or '.join(spaced)}")
     if late > 1 and optimizer is not None and family_of(optimizer) in ("adam", "adamw", "nadam"):

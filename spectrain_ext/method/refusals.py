@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from math import inf
-from typing import get_args
+from typing import Any, get_args
 
 from spectrain_ext.operators.laws import terms_of
 from spectrain_ext.operators.numbers import Adam, Sgd
@@ -26,8 +26,8 @@ from spectrain_ext.schedule import (
 )
 from spectrain_ext.schedule.order import check_generator
 
-from .formulas import WINDOWS, none
-from .value import FAMILIES, Method, Window, correction_at, named, phases_of, rate_at
+from .formulas import WINDOWS, delay_under, none
+from .value import FAMILIES, Method, Window, named, phases_of, rate_at
 
 
 def check_value(method: Method, place: Place, field: str, value: object, least: int) -> None:
@@ -141,17 +141,19 @@ def _check_deadlocks(windows: Sequence[int], replicas: Replicas) -> None:
 
 
 def check_replicas(
-    method: Method, of_phases: Sequence[Sequence[Place]], replicas: Replicas
+    method: Method,
+    of_phases: Sequence[Sequence[Place]],
+    replicas: Replicas,
+    passes: Sequence[Any] = (),  # of all phases, beside their own
 ) -> None:
-    """Refuse corrections that read stale weights on stages with several replicas."""
+    """Refuse replicas of late stages whose gradients passes cannot use summed."""
     for phase, places in zip(phases_of(method), of_phases, strict=True):
-        for k, count in enumerate(replicas.counts):
-            correction = correction_at(phase, places[k]) if count > 1 else None
-            if correction is not None and correction.reads_stale:
+        reason = next((each.alone for each in (*passes, *phase.passes) if each.alone), None)
+        for place, count in zip(places, replicas.counts, strict=True):
+            if reason and count > 1 and delay_under(phase.schedule, place):
                 raise ValueError(
-                    f"replicas: method {phase.name!r} corrects gradients of stage {k} by the stale "
-                    f"weights that they read, of which its {count} replicas have different ones, "
-                    "and would drift apart; expected one replica of that stage"
+                    f"replicas: method {phase.name!r} {reason}; expected one replica of stage "
+                    f"{place.stage}, got {count}"
                 )
 
 
@@ -184,6 +186,8 @@ def check_fields(method: Method, place: Place) -> None:
             raise TypeError(f"{named(method, field)}: expected a function of a Place, got {rule!r}")
     if method.rates is not None:
         _check_rates(method, place)
+    for each in method.passes:
+        each.check(method)
 
 
 def _check_rates(method: Method, place: Place) -> None:
@@ -261,8 +265,3 @@ def _contradictions(method: Method, rules: Rules) -> Iterator[tuple[str, str]]:
         yield "forward_horizon", why
     if rules.law == "average" and (rules.forward_horizon or rules.backward != "predict"):
         yield "law", "'average' looks back from the newest weights, for backward='predict' alone"
-    if rules.correction is not None and rules.correction.reads_stale:
-        why = f"{rules.correction} compares weights with those of a forward that read the newest"
-        for field, value in (("backward", "stash"), ("forward_reads", "newest")):
-            if getattr(rules, field) != value:
-                yield "correction", f"{why}, needs {field}={value!r}"

@@ -9,12 +9,12 @@ from functools import partial
 from math import inf
 from typing import Any, Literal, TypeAlias
 
-from spectrain_ext import operators
 from spectrain_ext.errors import unknown
+from spectrain_ext.later import later
 from spectrain_ext.schedule import Law, Place
 
 from . import formulas
-from .value import Method, Phase, StageRule, phases_of
+from .value import Family, Method, Phase, StageRule, phases_of
 
 #: For the completion of an editor: the names of ``methods()``.
 MethodName: TypeAlias = (
@@ -25,6 +25,10 @@ MethodName: TypeAlias = (
     | Literal["zb-h1-async", "sc", "sc-lwp", "error-feedback", "braking", "dc-asgd", "gap-aware"]
     | Literal["pipemare-t1", "pipemare-t2", "pipemare"]
 )
+
+
+#: A name, and what makes the method at its first use: its schedule or pass is loaded then.
+_Row: TypeAlias = tuple[str, Callable[[], Method]]
 
 
 def spectrain(*, law: Law = "linear") -> Method:
@@ -194,6 +198,11 @@ def _wpipe() -> Method:
     )
 
 
+def _spikes(place: Place) -> Any:
+    late = formulas.delay(place)
+    return later("corrections").SpikeCompensation(late) if late else None
+
+
 def _like(row: Method, name: str, summary: str, **other: Any) -> Method:
     return replace(row, name=name, summary=summary, **other)
 
@@ -210,6 +219,23 @@ _AUTO = _like(
 
 _PIPEDREAM = Method("pipedream", "the backward reloads its forward's version", backward="stash")
 
+
+def _corrects(
+    name: str,
+    summary: str,
+    kind: str,
+    number: float,
+    families: tuple[Family, ...] = ("sgd", "adam", "adamw", "nadam"),
+) -> _Row:
+    """Return the row of PipeDream with a correction of gradients."""
+
+    def made() -> Method:
+        passes = (getattr(later("corrections"), kind)(number),)
+        return _like(_PIPEDREAM, name, summary, passes=passes, families=families)
+
+    return name, made
+
+
 _2BW = Method(
     "pipedream-2bw",
     "two versions, a delay of exactly one update; needs as many microbatches as stages",
@@ -223,12 +249,11 @@ _2BW = Method(
 _SC = Method(
     "sc",
     "late gradients at once get the momentum's share by now (Kosson et al., 2020)",
-    correction=formulas.where_late(lambda late: operators.corrections.SpikeCompensation(late)),
+    correction=_spikes,
     families=("sgd",),
 )
 
-#: A method, or a name and what makes it at its first use: its schedule is loaded then.
-_ROWS: tuple[Method | tuple[str, Callable[[], Method]], ...] = (
+_ROWS: tuple[Method | _Row, ...] = (
     _AUTO,
     Method("sync", "one minibatch at a time, no overlap: the yardstick", schedule="gpipe"),
     Method(
@@ -346,25 +371,24 @@ _ROWS: tuple[Method | tuple[str, Callable[[], Method]], ...] = (
         law="difference",
         forward_horizon=lambda place: 1,
     ),
-    _like(
-        _PIPEDREAM,
+    _corrects(
         "braking",
         "gradients along the momentum shrink, those against it grow (Venigalla et al., 2020)",
-        correction=formulas.where_late(lambda late: operators.corrections.AdaptiveBraking(1.0)),
+        "AdaptiveBraking",
+        1.0,
         families=("sgd",),
     ),
-    _like(
-        _PIPEDREAM,
+    _corrects(
         "dc-asgd",
         "pipedream with gradients carried on to the weights they meet (Zheng et al., 2017)",
-        # The paper's constant strength.
-        correction=formulas.where_late(lambda late: operators.corrections.DelayCompensation(0.04)),
+        "DelayCompensation",
+        0.04,  # the paper's constant
     ),
-    _like(
-        _PIPEDREAM,
+    _corrects(
         "gap-aware",
         "pipedream with gradients divided by how far the weights have moved (Barkai et al., 2020)",
-        correction=formulas.where_late(lambda late: operators.corrections.GapAware()),
+        "GapAware",
+        0.999,
     ),
     _like(
         pipemare(),

@@ -17,7 +17,7 @@ from .registry import is_registered
 from .value import FAMILIES, Method, Window, WindowRule, correction_at, named, phases_of
 
 if TYPE_CHECKING:
-    from spectrain_ext.operators.corrections import Correction
+    from spectrain_ext.operators.numbers import Corrected
 
 # Windows.
 
@@ -157,7 +157,7 @@ def _check_limits(method: Method, place: Place) -> None:
 @runtime_checkable
 class _Predicting(Protocol):
     def check_can_predict(self, law: Horizon = ...) -> None: ...
-    def check_correction(self, correction: Correction | None) -> None: ...
+    def check_correction(self, correction: Corrected | None) -> None: ...
 
 
 # AdamW is a subclass of Adam.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from itertools import starmap
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from spectrain_ext.operators import laws
 from spectrain_ext.schedule import Backward, Generator, Law, Place, Reads, ScheduleName
@@ -13,7 +13,6 @@ from spectrain_ext.schedule import Backward, Generator, Law, Place, Reads, Sched
 from .formulas import RatesByDelay, as_late, delay, none
 
 if TYPE_CHECKING:
-    from spectrain_ext.operators.corrections import Correction
     from spectrain_ext.operators.numbers import Corrected
 
 StageRule = Callable[[Place], int]
@@ -86,8 +85,11 @@ class Method:
         rates: ``(place, t) -> factor`` on the stage's learning rates in the update of minibatch t
             of the phase, from 0, and in predictions before it; parameter groups keep their ``lr``.
             None: 1.
-        correction: a rule for how late gradients change updates: one of
-            ``spectrain_ext.corrections``, an object with ``sgd`` and ``adam`` like these, or None.
+        correction: a rule for what replaces the coefficients of a stage's steps:
+            ``spectrain_ext.corrections.SpikeCompensation``, an object with ``sgd`` and ``adam``
+            that return the whole step as a ``Term``, or None.
+        passes: optional behaviours of this method, which the pipeline's own come before, such as
+            the other ``spectrain_ext.corrections``: values of ``spectrain_ext.passes.Pass``.
         families: the optimizers that the method supports, of sgd, adam, adamw, nadam, muon. All of
             them stand for any optimizer.
         max_stages: the largest number of stages; None: no limit.
@@ -124,7 +126,8 @@ class Method:
     smoothed: bool = False
     clip: Callable[[Place], float] | None = None
     rates: Callable[[Place, int], float] | None = None
-    correction: Callable[[Place], Correction | Corrected | None] | None = None
+    correction: Callable[[Place], Corrected | None] | None = None
+    passes: Sequence[Any] = ()
     families: tuple[Family, ...] = FAMILIES
     max_stages: int | None = None
     min_microbatches: StageRule | None = None
@@ -160,19 +163,19 @@ def chunks_of(method: Method) -> int:
     return max(phase.chunks for phase in phases_of(method))
 
 
-def correction_at(method: Method, place: Place) -> Correction | None:
+def correction_at(method: Method, place: Place) -> Corrected | None:
     if method.correction is None:
         return None
     correction = method.correction(as_late(method.schedule, place))
     if correction is None:
         return None
-    from spectrain_ext.operators.corrections import as_correction  # loaded where used
-
-    try:
-        return as_correction(correction)
-    except TypeError as error:
-        why = str(error).removeprefix("correction: ")
-        raise TypeError(f"{named(method, 'correction', place)}: {why}") from None
+    rules = (getattr(correction, name, None) for name in ("sgd", "adam"))
+    if isinstance(correction, type) or not all(map(callable, rules)):
+        raise TypeError(
+            f"{named(method, 'correction', place)}: expected an object with sgd and adam, which "
+            f"give a step as a Term, got {correction!r}; what changes gradients goes into passes="
+        )
+    return correction
 
 
 def rate_at(method: Method, place: Place, update: int) -> float:

@@ -1,4 +1,4 @@
-"""Fused operators on lists of arrays, prepared plans, prediction laws and gradient corrections."""
+"""Fused operators on lists of arrays, prepared plans, and prediction laws."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 from . import laws
 
 if TYPE_CHECKING:
-    from . import corrections
     from .functions import (
         adam_predict,
         distance,
@@ -25,7 +24,6 @@ __all__ = [
     "Plan",
     "adam_predict",
     "adam_step_",
-    "corrections",
     "distance",
     "extrapolate",
     "laws",
@@ -43,8 +41,6 @@ def __getattr__(name: str) -> Any:
     # A pipeline calls none of them. The first one registers all in torch.ops.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "corrections":
-        return import_module(f".{name}", __name__)
     for file in ("functions", "steps", "plan"):
         operators = vars(import_module(f".{file}", __name__))
         globals().update((each, operators[each]) for each in __all__ if each in operators)

@@ -14,7 +14,7 @@ from spectrain_ext.operators.calls import bump_versions
 from spectrain_ext.operators.laws import Horizon, Law, as_law
 
 from .guards import Ordered, SaveGuard, exclusive, hooked, without_compiler
-from .launch import Launch, Launches, Lengths
+from .launch import Launch, Launches
 from .parameters import Binding, Parameters, Views
 from .state import (
     Rule,
@@ -25,7 +25,6 @@ from .state import (
 )
 
 if TYPE_CHECKING:
-    from spectrain_ext.operators.corrections import Correction
     from spectrain_ext.operators.numbers import Corrected
 
     from .foreign import Foreign
@@ -49,14 +48,16 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         0.25
     """
 
-    _rule: Rule  # steps use the rule of `_parameters`, which may include a correction's state
+    _rule: Rule
+    _of_matrices: type[Launch] = Launch
     _momentum_dtype: torch.dtype | None
     _loading: dict[str, Any] | None = None
     _hooks: Hooks | None = None  # while a bound optimizer steps with hooks
     _parameters: Parameters
     _launches: Launches
-    rate_factor: float  # on the groups' learning rates, in steps and predictions until `unbind`
-    _whole_lengths: Lengths = staticmethod(lambda _, lengths: lengths)  # unless they are shards
+    # Until `unbind`: on the groups' learning rates, in steps and predictions; of all steps.
+    rate_factor: float
+    correction: Corrected | None
     has_modes = False  # whether training and evaluation have different weights, see `Foreign`
 
     def __init__(self, *args: Any, momentum_dtype: torch.dtype | None = None, **more: Any) -> None:
@@ -71,17 +72,13 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         self._momentum_dtype = momentum_dtype
         self._begin()
 
-    def _begin(self, binding: Binding | None = None, correction: Correction | None = None) -> None:
-        """Discard all resolved state and continue with a new binding and correction."""
-        parameters = Parameters(self._rule, self._momentum_dtype, binding, correction)
-        special = Launch
-        if correction is not None or self._rule.rest is not None:
-            from .gradients import launch_for  # loaded only where it is used
-
-            special = launch_for(correction)
+    def _begin(self, binding: Binding | None = None) -> None:
+        """Discard all resolved state and continue with a new binding."""
+        parameters = Parameters(self._rule, self._momentum_dtype, binding)
         # In one call: an exception in between would leave two that do not match.
-        self.__dict__.update(_parameters=parameters, _launches=Launches(parameters, special))
-        self.rate_factor = 1.0
+        launches = Launches(parameters, self._of_matrices)
+        self.__dict__.update(_parameters=parameters, _launches=launches)
+        self.rate_factor, self.correction = 1.0, None
         self._predicted: list[Launch] | None = None
         self._next_write: tuple[Views, Law, Any] | None = None
 
@@ -241,13 +238,11 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         for launch in launches:
             launch.read_gradients()
         for launch in launches:
-            if launch.is_special:
-                launch.before_step(templates, self.param_groups, self._whole_lengths)
             launch.prepare_step(templates, law)
 
         # From here on nothing can be refused.
         for launch in launches:
-            if launch.step(self.state, self.param_groups):
+            if launch.step(self.state):
                 self._parameters.forget()
             if self._parameters.binding is None:
                 bump_versions(launch.updated())
@@ -276,7 +271,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         self._law(law, has_gradient=True)
 
     def _numbers(self) -> list[Any]:
-        return self._parameters.numbers(self.param_groups, self.rate_factor)
+        return self._parameters.numbers(self.param_groups, self.rate_factor, self.correction)
 
     def _law(self, steps: Horizon, *, has_gradient: bool = False) -> tuple[list[Any], Law]:
         """Return the hyperparameters of every group, and the law, which fits them."""
@@ -348,12 +343,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     # For a pipeline, which owns the buffers of weights and state.
 
     @exclusive
-    def bind(
-        self,
-        master: Views | None,
-        buffers: Mapping[str, Views],
-        correction: Correction | Corrected | None = None,
-    ) -> None:
+    def bind(self, master: Views | None, buffers: Mapping[str, Views]) -> None:
         """Keep weights and state in the caller's tensors, until :meth:`unbind`.
 
         :meth:`step` then reads each parameter's ``grad``, updates ``master[p]`` (``None``: p
@@ -362,33 +352,16 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         become zero, so that a prediction before the first step equals the weights. A bound
         optimizer does not bump autograd's version counters: the caller orders its uses.
 
-        All steps apply the ``correction``, one of ``spectrain_ext.corrections``, or an object whose
-        ``sgd`` and ``adam`` return a step as a ``Term``. One of stale weights needs
-        :meth:`read_stale` before each step, and its own ``buffers`` too.
-
         RuntimeError if already bound or while the weights are predicted. ValueError for a missing
-        or unsuitable tensor, or a group for which the correction is undefined. TypeError for an
-        invalid correction, or one of stale weights if true weights are not float32 or float64.
+        or unsuitable tensor.
         """
         self._refuse_while_predicted("bind")
         if self._parameters.binding is not None:
             raise RuntimeError("bind: the optimizer is bound already, unbind() it first")
-        more: tuple[str, ...] = ()
-        if correction is not None:
-            from spectrain_ext.operators.corrections import as_correction  # loaded where used
-
-            correction = as_correction(correction)
-            self.check_correction(correction)
-            more = correction.buffers
-        binding = Binding(self.param_groups, master, buffers, (*self._rule.buffers, *more))
-        if correction is not None and correction.reads_stale:
-            binding.check_wide(self.param_groups, f"for {correction}, as with a float32 master")
+        binding = Binding(self.param_groups, master, buffers, self._rule.buffers)
         for where, p, rule in ruled(self._rule, self.param_groups):
             read_entry(where, rule, p, self.state.get(p) or {})
-        for p, entry in self.state.items() if more else ():
-            if entry.get(self._rule.buffers[0]) is not None and entry.get("gap_average") is None:
-                entry.update(gap_average=torch.zeros_like(binding.buffers[p][-1]), gap_step=0.0)
-        self._begin(binding, correction)
+        self._begin(binding)
         self._parameters.look(self.param_groups, self.state)
 
     @exclusive
@@ -438,22 +411,18 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     def update_in(self, views: Views) -> None:
         """Update ``views[p]`` from the next step on, where the caller has copied the weights.
 
-        Errors as in `write_prediction`, here and in `read_stale`.
+        Errors as in `write_prediction`.
         """
         binding = self._bound("update_in")
         binding.check(self.param_groups, views, "weights")
         binding.weights = views
 
-    @exclusive
-    def read_stale(self, views: Views) -> None:
-        """Let the correction read stale weights from ``views[p]`` from the next step on."""
-        binding = self._bound("read_stale")
-        binding.check(self.param_groups, views, "stale weights")
-        binding.stale = views
+    def check_correction(self, correction: Corrected | None) -> None:
+        """Raise ValueError naming the first group for which a correction is undefined.
 
-    def check_correction(self, correction: Correction | None) -> None:
-        """Raise ValueError naming the first group for which a correction is undefined."""
-        Parameters(self._rule, correction=correction).numbers(self.param_groups)
+        A correction replaces the coefficients of a step; TypeError unless it gives a ``Term``.
+        """
+        Parameters(self._rule).numbers(self.param_groups, correction=correction)
 
     def _bound(self, call: str) -> Binding:
         binding = self._parameters.binding

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from weakref import WeakMethod
 
 import torch
@@ -16,9 +16,6 @@ from .parameters import Views
 from .state import laid_out_as
 from .swaps import Swap, swapped
 
-if TYPE_CHECKING:
-    from spectrain_ext.operators.corrections import Correction
-
 
 class Foreign(Ordered):
     """Wraps a user's optimizer as an ``Updater`` that cannot predict and keeps its own state.
@@ -29,6 +26,7 @@ class Foreign(Ordered):
 
     buffer_keys = ()
     rate_factor = 1.0  # on the groups' learning rates, while a step runs
+    correction: object = None  # never another one, see ``check_optimizer``
 
     # Requirement: the optimizer reads its parameters and gradients again in each step, and changes
     # parameters in place or assigns data of the same shape.
@@ -54,17 +52,7 @@ class Foreign(Ordered):
     def momentum_dtype(self, param: Tensor) -> torch.dtype:
         return param.dtype
 
-    def bind(
-        self,
-        master: Views | None,
-        buffers: Mapping[str, Views],
-        correction: Correction | None = None,
-    ) -> None:
-        if correction is not None:
-            raise TypeError(
-                f"{type(self._optimizer).__name__} cannot be corrected by {correction}: that is a "
-                "part of the step of SGD, Adam, AdamW and NAdam of spectrain_ext.optim"
-            )
+    def bind(self, master: Views | None, buffers: Mapping[str, Views]) -> None:
         self._forget()
         self._params = tuple(p for group in self._optimizer.param_groups for p in group["params"])
         self._master = master

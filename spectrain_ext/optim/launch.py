@@ -25,9 +25,6 @@ from spectrain_ext.operators.numbers import Sgd
 from .parameters import Parameters, Views
 from .state import Group, Rule, Scalars, State, empty_like
 
-#: Makes lengths of whole tensors, float64 [..., n], of those of what n parameters have here.
-Lengths = Callable[[Sequence[Tensor], Tensor], Tensor]
-
 _STILL = Linear(0)  # for weights that were never updated
 _gradient = attrgetter("grad")
 
@@ -189,33 +186,22 @@ class Launch:
         lasts = not rule.scalars and _lasts(law)
         self._step = Prepared(templates, law, lasts, call, after)
 
-    def step(self, state: State, groups: Sequence[Group]) -> bool:
+    def step(self, state: State) -> bool:
         """Run the prepared step; return whether rows have changed their cohorts."""
         step = self._step
         assert step is not None
-        afterwards = self.pass_gradients(step, state, groups) if self.is_special else ()
+        if self.is_special:
+            self.pass_gradients(step, state)
         step.call()
-        for call in afterwards:
-            call()
         if step.law is not None:
             self._write_rest(step.templates, step.law)
         self.native.forget_gradients()  # so that ``zero_grad`` frees their memory
         return self._updated_to(step.after, state)
 
-    # Subclasses in `gradients.py` step by other gradients than the parameters have.
+    is_special = False  # whether the next one does something; saves plain ones the call
 
-    is_special = False  # whether this is one of them; saves plain ones the calls
-
-    def before_step(
-        self, templates: Sequence[Any], groups: Sequence[dict[str, Any]], whole: Lengths
-    ) -> None:
-        """Change gradients or groups before the step is prepared."""
-
-    def pass_gradients(
-        self, step: Prepared, state: State, groups: Sequence[Group]
-    ) -> Sequence[Callable[[], None]]:
-        """Pass other gradients to the plan; return what to call after the kernel."""
-        return ()
+    def pass_gradients(self, step: Prepared, state: State) -> None:
+        """Let the kernel step by something else than the parameters' gradients."""
 
     def _scalars(self, cohort: Cohort) -> Scalars:
         return self.parameters.scalars(self._positions[cohort.rows[0]])
@@ -316,9 +302,9 @@ class _Resolved(NamedTuple):
 class Launches:
     """Caches an optimizer's launches, one per device and kind of group, while they are valid."""
 
-    def __init__(self, parameters: Parameters, special: type[Launch] = Launch) -> None:
+    def __init__(self, parameters: Parameters, of_matrices: type[Launch]) -> None:
         self.parameters = parameters
-        self._special = special  # for corrected steps, and for rules of matrices
+        self._of_matrices = of_matrices
         self._known: dict[tuple[int, ...], _Resolved] = {}
 
     def of(
@@ -371,7 +357,6 @@ class Launches:
                 idle.append(p)
         launches: list[Launch] = []
         for (_, kind, rule), positions in positions_of.items():
-            special = parameters.correction is not None or rule.is_for_matrices
-            make = self._special if special else Launch
+            make = self._of_matrices if rule.is_for_matrices else Launch
             launches.append(make(parameters, positions, kind, places[0], stash=stash))
         return _Resolved(places, version, idle, launches)

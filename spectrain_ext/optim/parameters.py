@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from .state import (
 )
 
 if TYPE_CHECKING:
-    from spectrain_ext.operators.corrections import Correction
+    from spectrain_ext.operators.numbers import Corrected
 
 Views = Mapping[Tensor, Tensor]
 
@@ -49,7 +49,6 @@ class Binding:
         keys: Sequence[str],
     ) -> None:
         self.state = state
-        self.stale: Views | None = None  # read by a correction
         self._checked: dict[int, Views] = {}  # by address; kept so that no address is reused
         self.weights = {p: p for _, p in named(groups)} if master is None else master
         self.buffers: dict[Tensor, tuple[Tensor, ...]] = {}
@@ -80,16 +79,6 @@ class Binding:
                 )
         self._checked[id(views)] = views
 
-    def check_wide(self, groups: Sequence[Group], why: str) -> None:
-        """Raise TypeError for true weights of 16 bits."""
-        for where, p in named(groups):
-            dtype = self.weights[p].dtype
-            if dtype.itemsize == 2:
-                raise TypeError(
-                    f"bind: the true weights of {where} must be float32 or float64 {why}, "
-                    f"got {dtype}"
-                )
-
 
 class Parameters:
     """All parameters of an optimizer, numbered by position, with their state and groups."""
@@ -100,15 +89,10 @@ class Parameters:
         rule: Rule,
         state_dtype: torch.dtype | None = None,
         binding: Binding | None = None,
-        correction: Correction | None = None,
     ) -> None:
-        if correction is not None and correction.buffers:
-            scalars = {**rule.scalars, "gap_step": 0.0}
-            rule = replace(rule, buffers=(*rule.buffers, *correction.buffers), scalars=scalars)
         self.rule = rule
         self.rules: list[Rule] = []  # by position
         self.binding = binding
-        self.correction = correction
         self._state_dtype = state_dtype
         self.params: list[Tensor] = []
         self.places: list[str] = []  # for errors
@@ -123,9 +107,9 @@ class Parameters:
         self.forget()
         self.kinds: list[bool] = []  # by group: whether it has momentum
         self._numbers: list[Any] = []
-        # Then: the groups' values and the factor on their learning rates.
+        # Then: the groups' values, the factor on their learning rates, the correction of steps.
         self._numbers_of: tuple[tuple[Any, ...], ...] | None = None
-        self._factor = 1.0
+        self._factor, self._correction = 1.0, cast("Corrected | None", None)
         self._good: list[tuple[Law, bool]] = []
 
     # Hyperparameters of the groups.
@@ -141,38 +125,26 @@ class Parameters:
             seen[p] = i
             check_dtypes(where, p.dtype, self._state_dtype)
 
-    def numbers(self, groups: Sequence[Group], factor: float = 1.0) -> list[Any]:
+    def numbers(
+        self, groups: Sequence[Group], factor: float = 1.0, correction: Corrected | None = None
+    ) -> list[Any]:
         """Return the hyperparameters of every group; the same list while nothing changes."""
         seen = self._numbers_of
-        if seen is None or factor != self._factor or not _C.same(groups, seen):
-            self._numbers_of, self._factor = None, factor
+        same = factor == self._factor and correction is self._correction
+        if seen is None or not same or not _C.same(groups, seen):
+            self._numbers_of, self._factor, self._correction = None, factor, correction
             self._numbers = [self.rule.read(index, group) for index, group in enumerate(groups)]
             if factor != 1.0:
                 self._numbers = [replace(n, lr=n.lr * factor) for n in self._numbers]
-            if self.correction is not None and not self.correction.reads_stale:
-                self._numbers = list(map(self._corrected, range(len(groups)), self._numbers))
+            if correction is not None:
+                self._numbers = [_corrected(*of, correction) for of in enumerate(self._numbers)]
             self._good = []
             kinds = [numbers.has_momentum for numbers in self._numbers]
             if kinds != self.kinds:
                 self.kinds, self._version = kinds, self._version + 1
-            if self.correction is not None and self.correction.buffers:
-                self.check_momentum(groups, f"{self.correction} averages the momentum")
             if all(map(_stays, groups)):  # no mutable values, such as a learning rate in a tensor
                 self._numbers_of = tuple(tuple(group.values()) for group in groups)
         return self._numbers
-
-    def _corrected(self, index: int, numbers: Any) -> Any:
-        corrected = replace(numbers, correction=self.correction)
-        try:
-            step = corrected.setting()[-1]
-        except ValueError as error:
-            raise ValueError(f"parameter group {index}: {error}") from error
-        if not isinstance(step, Term):
-            raise TypeError(
-                f"parameter group {index}: {self.correction}: expected a step as a Term, such as "
-                f"numbers.term(), got {step!r}"
-            )
-        return corrected
 
     def check_law(self, groups: Sequence[Group], law: Law, has_gradient: bool) -> None:
         """Raise ValueError if a law does not fit the hyperparameters of a group."""
@@ -183,25 +155,16 @@ class Parameters:
                 terms = terms_of(law, numbers)
             except ValueError as error:
                 raise ValueError(f"parameter group {index}: {error}") from None
-            if terms:
-                self.check_momentum(groups, only=index)
+            if terms and groups[index]["params"] and not self.kinds[index]:
+                raise ValueError(
+                    f"parameter group {index} has momentum 0: a prediction needs a momentum buffer"
+                )
             if not has_gradient and any(term.gradient for term in terms):
                 raise ValueError(
                     f"steps: {law} needs the gradient; order it with write_with_next_step"
                 )
         self._good[_REMEMBERED:] = []
         self._good.insert(0, (law, has_gradient))
-
-    def check_momentum(
-        self,
-        groups: Sequence[Group],
-        why: str = "a prediction needs a momentum buffer",
-        only: int | None = None,
-    ) -> None:
-        """Raise ValueError for the first group without momentum, or only for the given group."""
-        for index in range(len(groups)) if only is None else (only,):
-            if groups[index]["params"] and not self.kinds[index]:
-                raise ValueError(f"parameter group {index} has momentum 0: {why}")
 
     # Parameters and their state.
 
@@ -312,6 +275,23 @@ class Parameters:
         values = torch.tensor(saved, dtype=torch.float64, device="cpu")
         self._counts.copy_(values.reshape(shape[::-1]).T)
         self._values = self._counts.tolist()
+
+
+def _corrected(index: int, numbers: Any, correction: Corrected) -> Any:
+    where = f"parameter group {index}"
+    if not hasattr(numbers, "correction"):
+        raise ValueError(f"{where}: {correction} is not defined for updates of matrices")
+    corrected = replace(numbers, correction=correction)
+    try:
+        step = corrected.setting()[-1]
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    if not isinstance(step, Term):
+        raise TypeError(
+            f"{where}: {correction}: expected a step as a Term, such as numbers.term(), "
+            f"got {step!r}"
+        )
+    return corrected
 
 
 def _stays(group: Group) -> bool:

@@ -42,7 +42,7 @@ def put_saved(
         if not isinstance(entry, Mapping):
             continue
         state = loaded["state"][p]
-        for name, value in entry.items():  # such as the average of a correction that is not in use
+        for name, value in entry.items():  # such as what a hook of the step keeps there
             if name not in known and isinstance(value, Tensor):
                 state[name] = value.detach().to(p.device, copy=True)
         read = read_entry(where, rule, p, entry)

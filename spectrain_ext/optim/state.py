@@ -27,8 +27,8 @@ class Rule:
     numbers: Callable[[Group], Numbers]  # reads a group; step counts are those of the first step
     buffers: tuple[str, ...]  # keys of state shaped like the parameter, as in torch.optim
     columns: Mapping[str, Role]  # names and roles of those buffers that kernels use
-    # State with one number per parameter, and its value before the first step: ``step``,
-    # ``mu_product``, and ``gap_step``, the number of averaged steps. In this order.
+    # State with one number per parameter, and its value before the first step: ``step``, then
+    # ``mu_product``.
     scalars: Mapping[str, float]
     refused: Mapping[str, str]  # unsupported flags of torch, and the reason
     loose: tuple[str, ...] = ()  # keys of state of other shapes, which kernels do not use

@@ -5,7 +5,7 @@ from __future__ import annotations
 from spectrain_ext.pipeline.passes import Pass
 from spectrain_ext.schedule import Kind
 
-from . import averaging, codecs
+from . import averaging, codecs, corrections
 from .average import AverageWeights
 from .compress import Compress
 from .finite import CheckFinite
@@ -22,4 +22,5 @@ __all__ = [
     "ShareLoss",
     "averaging",
     "codecs",
+    "corrections",
 ]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
+from spectrain_ext.method import phases_of
 from spectrain_ext.schedule import STEPS_OF_TRAINING, Kind
 from spectrain_ext.transport import Message
 
@@ -37,6 +38,7 @@ class Pass:
         skips: whether the stage leaves out the update of the minibatch that it is finishing.
         own_minibatches: whether each replica trains on minibatches of its own.
         moves_weights: whether it changes weights after an update.
+        alone: what it does that forbids replicas of a late stage which sum gradients.
 
     Example:
         >>> class Noise(st.passes.Pass):
@@ -62,6 +64,7 @@ class Pass:
     skips = False
     own_minibatches = False
     moves_weights = False
+    alone = ""
 
     def __repr__(self) -> str:
         own = ((n, v) for n, v in vars(self).items() if n[0] != "_" and not hasattr(Pass, n))
@@ -69,7 +72,7 @@ class Pass:
         return f"{type(self).__name__}({', '.join(values)})"
 
     def check(self, method: Method) -> None:
-        """Raise ValueError if this pass does not work with a method."""
+        """Raise ValueError if this pass does not work with a method, or with one of its phases."""
 
     def on(self, stage: StageView, processes: ProcessesView) -> Self:
         """Return a copy for one stage; ValueError if the stage does not allow it."""
@@ -81,7 +84,8 @@ class Pass:
         """Begin a run, without anything that an earlier one left; return the steps of this one.
 
         Where a step has a handler already, both run: that of the stage, then those of its passes in
-        the order in which the pipeline got them. In an evaluation, no steps of passes run.
+        the order in which the pipeline got them, then those of the method. In an evaluation, no
+        steps of passes run.
         """
         return {}
 
@@ -121,6 +125,10 @@ class Pass:
     def gradient_norm(self, params: Sequence[Tensor], device: torch.device) -> Tensor:
         """Return the 2-norm of the parameters' gradients, 0-d; one pass may define this."""
         raise NotImplementedError
+
+    def whole_lengths(self, params: Sequence[Tensor], lengths: Tensor) -> Tensor:
+        """Return 2-norms of whole tensors, [..., n], of those of what n parameters have here."""
+        return lengths
 
     def weights_loaded(self) -> None:
         """Called when the stage has got other weights: by ``load_state_dict``, or a checkpoint."""
@@ -175,14 +183,23 @@ def in_turn(*handlers: Handler) -> Handler:
 
 
 def checked_passes(passes: object, method: Method) -> list[Pass]:
+    """Refuse what are no passes, and two of a kind, beside those of each phase of a method."""
+    given = _checked("passes", passes)
+    for phase in phases_of(method):
+        _checked(f"method: passes of {phase.name!r}", phase.passes, given)
+        for each in given:
+            each.check(phase)
+    return given
+
+
+def _checked(where: str, passes: object, others: Sequence[Pass] = ()) -> list[Pass]:
     if isinstance(passes, Pass) or not isinstance(passes, Sequence):
-        raise TypeError(f"passes: expected a list of passes, got {passes!r:.80}")
+        raise TypeError(f"{where}: expected a list of passes, got {passes!r:.80}")
     for n, each in enumerate(passes):
         if not isinstance(each, Pass):
             is_class = isinstance(each, type) and issubclass(each, Pass)
             remedy = f": {each.__name__}(...)" if is_class else ""
-            raise TypeError(f"passes[{n}]: expected a Pass, got {each!r:.80}{remedy}")
-        if type(each) in map(type, passes[:n]):
-            raise ValueError(f"passes[{n}]: there is another {type(each).__name__}; give one")
-        each.check(method)
+            raise TypeError(f"{where}[{n}]: expected a Pass, got {each!r:.80}{remedy}")
+        if type(each) in map(type, (*others, *passes[:n])):
+            raise ValueError(f"{where}[{n}]: there is another {type(each).__name__}; give one")
     return list(passes)

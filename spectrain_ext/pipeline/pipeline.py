@@ -20,6 +20,7 @@ from spectrain_ext.method import (
     Method,
     MethodName,
     Window,
+    delay_under,
     find_method,
     phase_places,
     phases_of,
@@ -148,7 +149,7 @@ class Pipeline(Loops):
             chosen = find_method(method)
             n = len(modules)
             processes = known or Processes(Replicas((1,) * n, 1), range(n))
-            self._passes = checked_passes(passes, chosen)
+            self._passes = [*processes.passes, *checked_passes(passes, chosen)]
             replicas = processes.replicas
             here = dict(zip(processes.indices, modules, strict=True))
             if len(here) == replicas.stages:
@@ -173,15 +174,12 @@ class Pipeline(Loops):
             if len(here) == replicas.stages:
                 check_trains(weights is not None for weights in made)
             own = [
-                Stage(
-                    *(k, module, device, weights, processes),
-                    replica=processes.replica,
-                    passes=[*processes.passes, *self._passes],
-                    recomputes=recompute,
-                )
+                Stage(*(k, module, device, weights, processes), processes.replica, recompute)
                 for (k, module), device, weights in zip(here.items(), where, made, strict=True)
             ]
             self._weights, self._entered = made, self._phases[0]
+            for phase in reversed(self._phases):  # to the first one
+                self._use_passes(phase, own)
             try:
                 for copy in self._copies:
                     copy.bind()
@@ -224,6 +222,11 @@ class Pipeline(Loops):
             counted=any(phase.forward_horizon == "counted" for phase in phases),
         )
         return Executor(stages, wires, processes)
+
+    def _use_passes(self, phase: TrainingPhase, stages: Sequence[Stage]) -> None:
+        for stage in stages:
+            late = delay_under(phase.method.schedule, phase.places[stage.index])
+            stage.use_passes([*self._passes, *phase.method.passes], late)
 
     def _log(self, clip_norm: float | None) -> None:
         if _logger.isEnabledFor(logging.INFO):
@@ -409,6 +412,7 @@ class Pipeline(Loops):
         with deferred():
             self._refuse_changed_flags()
             now = self._phases[self.phase]
+            self._use_passes(now, self._executor.stages)
             for stage in self._executor.stages:
                 weights = stage.weights
                 if weights is None:
@@ -436,7 +440,7 @@ class Pipeline(Loops):
                 raise
 
     def _exchanges_norms(self, phase: TrainingPhase) -> bool:
-        tells = bool(hooks(self._passes, "tells"))
+        tells = bool(hooks([*self._passes, *phase.method.passes], "tells"))
         return phase.globally or (tells and flushes(phase.method.schedule))
 
     def _describe_stages(self) -> str:

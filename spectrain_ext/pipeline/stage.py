@@ -34,7 +34,8 @@ class Stage:
         device: where it is.
         weights: None if it has no trainable parameters.
         random: its random numbers.
-        passes: its copies of the pipeline's passes.
+        passes: its copies of the passes of this phase: the pipeline's, then the method's.
+        late: the updates by which its gradients are late in this phase.
         recomputes: whether the whole forward runs again before the backward.
         compute, predict: the streams.
         computed: the end of the computation issued so far.
@@ -51,7 +52,6 @@ class Stage:
         weights: StageWeights | None,
         processes: Any,  # see ``Pass.on``
         replica: int = 0,
-        passes: Sequence[Pass] = (),
         recomputes: bool = False,
     ) -> None:
         self.index, self.module, self.device, self.weights = index, module, device, weights
@@ -82,7 +82,10 @@ class Stage:
         self.clipped: Tensor | None = None  # the norm that was clipped last, on ``predict``
         self.peak = 0  # the most microbatches in flight at once, in any run
         self.in_place: bool | None = None  # whether the module modifies its input; None: unknown
-        self.passes = [each.on(self, processes) for each in passes]
+        self._processes = processes
+        self._copies: dict[int, tuple[Pass, Pass]] = {}  # passes and their copies, by id
+        self.passes: list[Pass] = []
+        self.late = 0
 
     @property
     def storage(self) -> Storage | None:
@@ -124,14 +127,18 @@ class Stage:
         return self.compute.using(reads=reads, writes=writes)
 
     @contextmanager
-    def changing_gradients(self) -> Iterator[list[Tensor]]:
-        """Inside, gradients may be read and changed in place, between backward and update.
+    def changing_gradients(self, wide: bool = False) -> Iterator[list[Tensor]]:
+        """Inside, gradients may be changed in place, and weights read, between backward and update.
 
+        ``wide``: first give gradients the dtype of their true weights, see ``master_dtype``.
         Yields the gradients of the stage's trainable parameters, without those that have none.
         """
         params = () if self.weights is None else self.weights.params
         self.predict.wait(self.computed)
-        with self.predict.using(writes=(self.weight_gradients,)), torch.no_grad():
+        buffers = {"reads": self.memory, "writes": (self.weight_gradients,)}
+        with self.predict.using(**buffers), torch.no_grad():
+            if wide and self.weights is not None:
+                self.predict.lend(self.weights.widen_gradients())
             yield [p.grad for p in params if p.grad is not None]
 
     @contextmanager
@@ -163,6 +170,19 @@ class Stage:
         self.compute.wait(self.loaded)
 
     # Passes.
+
+    def use_passes(self, passes: Sequence[Pass], late: int) -> None:
+        """Have these passes from the next run on, in a phase in which gradients are so late."""
+        self.late = late
+        for each in passes:
+            if id(each) not in self._copies:
+                self._copies[id(each)] = each, each.on(self, self._processes)
+        self.passes = [self._copies[id(each)][1] for each in passes]
+
+    @property
+    def every_pass(self) -> list[Pass]:
+        """Its copies of the passes of all phases."""
+        return [copy for _, copy in self._copies.values()]
 
     @property
     def skips(self) -> bool:

@@ -200,8 +200,8 @@ class Updates:
         changed = {storage.true, update.kept or storage.true, update.room or storage.true}
         gradients = [p.grad for p in weights.params]
         reads = [stage.weight_gradients]
-        if update.stale is not None and update.stale not in changed:
-            reads.append(update.stale.memory)
+        if update.before is not None and update.before not in changed:
+            reads.append(update.before.memory)
         writes = [stage.optimizer_state, *(buffer.memory for buffer in changed)]
         with predict.using(reads=reads, writes=writes), RNG_LOCK:
             step(update)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,10 @@ class StageView(Protocol):
         module: what computes; ``device``: where it is.
         weights: None if it has nothing to train. ``params`` are its trainable parameters,
             ``optimizer`` theirs, ``newest()`` the true weights, which ``move(weights)`` changes
-            right after an update, for a pass that sets ``moves_weights``.
+            right after an update, for a pass that sets ``moves_weights``. ``keep()`` keeps the
+            weights that the module has now: it returns them by parameter, and what lets them go.
         random: its random numbers.
+        late: the updates by which its gradients are late under the present method.
         recomputes: whether backwards run its forward again.
         compute, predict: its streams.
         computed: the end of the computation issued so far.
@@ -42,12 +44,17 @@ class StageView(Protocol):
     device: torch.device
     weights: StageWeights | None
     random: StageRandom
+    late: int
     recomputes: bool
     compute: Stream
     predict: Stream
     computed: Event
     weight_gradients: Buffer
     module_buffers: Buffer
+
+    @property
+    def passes(self) -> Sequence[Any]:
+        """Its copies of the passes, which are ``Pass`` objects."""
 
     @property
     def memory(self) -> tuple[Buffer, ...]:
@@ -57,9 +64,10 @@ class StageView(Protocol):
     def skips(self) -> bool:
         """Whether a pass leaves out the update of the minibatch that the stage is finishing."""
 
-    def changing_gradients(self) -> AbstractContextManager[list[Tensor]]:
-        """Inside, gradients may be read and changed in place, between backward and update.
+    def changing_gradients(self, wide: bool = False) -> AbstractContextManager[list[Tensor]]:
+        """Inside, gradients may be changed in place, and weights read, between backward and update.
 
+        ``wide``: first give gradients the dtype of their true weights, see ``master_dtype``.
         Yields the gradients of the stage's trainable parameters, without those that have none.
         """
 

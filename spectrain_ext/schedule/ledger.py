@@ -65,9 +65,9 @@ class Ledger(Reader[Pair]):
     ) -> None:
         super().__init__(rules, microbatches, entries)
         self._stage = stage
-        self._master = master or rules.has_master
+        self._master = master or rules.predicts
         # Parameters can point at it, unless it has another dtype.
-        self._reads_master = self.retains and rules.has_master and not master
+        self._reads_master = self.retains and rules.predicts and not master
         self._besides = int(self._master) + int(rules.keeps_before)
         self.count = Count(versions=1 + self._besides)
         self._window = window

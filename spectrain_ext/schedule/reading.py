@@ -36,7 +36,7 @@ class Rules:
             ``backward_horizon`` updates ahead; ``"stash"``: the forward's weights.
         backward_horizon: see ``backward``.
         once: all microbatches of a minibatch use the first one's forward weights.
-        correction: how updates correct late gradients: one of ``spectrain_ext.corrections``.
+        correction: replaces a step's coefficients, see ``Method``.
 
     Example:
         >>> from spectrain_ext.schedule import Rules
@@ -58,13 +58,8 @@ class Rules:
 
     @property
     def predicts(self) -> bool:
-        """Whether any weights are predicted."""
+        """Whether any weights are predicted; the true ones then have a buffer of their own."""
         return self.forward_horizon != 0 or self.lead != 0 or self.backward_horizon > 0
-
-    @property
-    def has_master(self) -> bool:
-        """Whether the true weights have a buffer besides those in use."""
-        return self.predicts or (self.correction is not None and self.correction.reads_stale)
 
     @property
     def by_step(self) -> bool:
@@ -150,10 +145,6 @@ class Reader(ABC, Generic[W]):
         self._by_step = rules.by_step
         self._stashes = rules.backward == "stash"
         self._backward_horizon = rules.backward_horizon if rules.backward == "predict" else 0
-        # A correcting update still needs the last backward's weights: in a minibatch with fewer
-        # samples than microbatches a forward may come between them.
-        self._corrects = rules.correction is not None and rules.correction.reads_stale
-        self._stale: W | None = None
         self._in_flight: dict[tuple[int, int], W] = {}  # weights for their backwards
         self._wants: Counter[W] = Counter()
         self._first: tuple[int, W] | None = None  # minibatch and its weights, with ``once``
@@ -217,11 +208,7 @@ class Reader(ABC, Generic[W]):
             if not ends:
                 return self._in_flight[i, j]
             weights = self._in_flight.pop((i, j))
-            over: W | None = weights
-            if self._corrects:
-                over, self._stale = self._stale, weights
-            if over is not None:
-                self.release(over)
+            self.release(weights)
             return weights
         self._newest[1] = weights = self._weights(self.version, self._backward_horizon)
         return weights
@@ -237,9 +224,6 @@ class Reader(ABC, Generic[W]):
 
     def updated(self) -> None:
         """Advance the version at an update and drop what only the last version needed."""
-        if self._stale is not None:
-            self.release(self._stale)
-            self._stale = None
         self._newest = [None, None]
         self.version += 1
         if self._by_step:

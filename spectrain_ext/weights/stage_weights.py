@@ -119,8 +119,8 @@ class StageWeights:
         self, rules: Rules, places: tuple[Place, Place], schedule: str | Generator
     ) -> tuple[bool, int, int]:
         """Return whether there is a master, the other buffers, and microbatches in flight."""
-        wide = any(true_dtype(p, self._master_dtype) != p.dtype for p in self.params)
-        has_master = rules.has_master or wide
+        wide = self.true_dtypes != [p.dtype for p in self.params]
+        has_master = rules.predicts or wide
         peak = count_stage(schedule, *places, rules, wide)
         return has_master, peak.versions - has_master - rules.keeps_before, peak.in_flight
 
@@ -147,8 +147,7 @@ class StageWeights:
         self, rules: Rules, places: tuple[Place, Place], schedule: str | Generator
     ) -> StageMemory:
         """Return what the stage holds at most under these rules."""
-        narrow = [p.dtype for p in self.params]
-        wide = [true_dtype(p, self._master_dtype) for p in self.params]
+        narrow, wide = [p.dtype for p in self.params], self.true_dtypes
         has_master, computing, in_flight = self._needs(rules, places, schedule)
         true = has_master + rules.keeps_before
         if rules.keeps_before and narrow != wide:
@@ -290,6 +289,32 @@ class StageWeights:
         # The step has written only predictions that cannot be computed again; they are shifted too.
         self._bound.move(weights, self.versions.version)
 
+    @property
+    def true_dtypes(self) -> list[torch.dtype]:
+        return [true_dtype(p, self._master_dtype) for p in self.params]
+
+    def keep(self) -> tuple[Mapping[Tensor, Tensor], Callable[[], None]]:
+        """Keep the weights that the module has now, until the next update at most.
+
+        Returns views of them, by parameter, and what has to be called before that update.
+        """
+        buffer, versions = self._bound.bound, self.versions
+        content = buffer.content or Content(versions.version)
+        versions.hold(content)
+        return buffer.flat.views, partial(versions.release, content)
+
+    def widen_gradients(self) -> list[Tensor]:
+        """Give gradients their true weights' dtype, if wider, up to the update; return the old."""
+        narrow = []
+        for p, true in self.masters().items():
+            if p.grad is not None:
+                working, gradient = p.data, p.grad
+                narrow.append(gradient)
+                # A gradient must have the dtype that its parameter has when it is set.
+                p.grad, p.data = None, true
+                p.grad, p.data = gradient.to(true.dtype), working
+        return narrow
+
     # The update.
 
     def step(self, update: Update) -> None:
@@ -297,9 +322,6 @@ class StageWeights:
         storage, updater, room = self.storage, self.updater, update.room
         assert storage is not None, "not bound"
         written = None if room is None else room.content
-        if update.stale is not None:
-            assert isinstance(updater, PredictingOptimizer), "no other is corrected"
-            updater.read_stale(update.stale.flat.views)
         storage.before_update(update.kept)
         if written is not None and room is not None:
             updater.write_with_next_step(room.flat.views, written.law or 0.0)
@@ -319,7 +341,7 @@ class StageWeights:
 
     def skip(self, update: Update) -> None:
         """Make an update that changes no weights, and write the last step's prediction again."""
-        storage, room, before = self._bound, update.room, update.stale
+        storage, room, before = self._bound, update.room, update.before
         if room is not None:
             if before is None:  # overwritten: predict as if the momentum had not changed
                 law = room.content and room.content.law

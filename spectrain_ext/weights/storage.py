@@ -149,10 +149,8 @@ class Storage:
         for _ in range(versions):
             self.new_buffer()
         self.home = self.bound = self.true = self.pool[0]
-        more = () if self._correction is None else self._correction.buffers
-        keys = (*optimizer.buffer_keys, *more)
         of_state = optimizer.momentum_dtype if master_dtype is None else wide
-        self._state_flats = {key: Flat(params, of_state) for key in keys}
+        self._state_flats = {key: Flat(params, of_state) for key in optimizer.buffer_keys}
         self._state = {key: flat.views for key, flat in self._state_flats.items()}
         # Whether parameters can be pointed at the true weights.
         self.same_dtype = all(wide(p) == p.dtype for p in params)
@@ -181,7 +179,8 @@ class Storage:
 
     def bind(self) -> None:
         optimizer = self.optimizer
-        optimizer.bind(self.true.flat.views, self._state, self._correction)
+        optimizer.bind(self.true.flat.views, self._state)
+        optimizer.correction = self._correction
         for p, view in self.home.flat.views.items():
             view.copy_(p.detach())
         self.point(self.home)

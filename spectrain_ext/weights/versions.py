@@ -16,9 +16,7 @@ class Update(NamedTuple):
 
     room: VersionBuffer | None  # where the step also writes the next forward's weights
     kept: VersionBuffer | None  # where true weights that are still needed go, see ``keep_true``
-    # The weights of the last backward, for a correction; if the update is skipped, what the last
-    # step predicted.
-    stale: VersionBuffer | None
+    before: VersionBuffer | None  # if the update is left out: what the last step predicted
 
 
 class Versions(Reader[Content]):
@@ -96,10 +94,11 @@ class Versions(Reader[Content]):
     ) -> Update:
         """Return the buffers of an update; from here on, its version is the newest."""
         storage, true = self._storage, self._weights(self.version, self._past)
-        stale = None if self._stale is None else self.find(self._stale)
-        if left_out:  # the last step's prediction, if it cannot be computed again
+        before = None
+        if left_out:
             forward = None
-            stale = self.find(self._ahead(self.version, 0)) if self._by_step else None
+            if self._by_step:  # it cannot be computed again
+                before = self.find(self._ahead(self.version, 0))
         self.updated()
         kept = None
         if storage.master is None:
@@ -109,7 +108,7 @@ class Versions(Reader[Content]):
         elif self._is_wanted(true) and self.find(true) is None:
             kept = self.room(true)
         written = self._following(forward, moves, rates_move)
-        return Update(None if written is None else self.room(written), kept, stale)
+        return Update(None if written is None else self.room(written), kept, before)
 
     def _following(
         self, forward: tuple[int, int] | None, moves: bool, rates_move: bool

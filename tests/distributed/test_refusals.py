@@ -169,8 +169,9 @@ ROWS = {
         ),
         (
             alike(replicas, [2, 2], method="dc-asgd"),
-            "replicas: method 'dc-asgd' corrects gradients of stage 0 by the stale weights that "
-            "they read, of which its 2 replicas have different ones",
+            "replicas: method 'dc-asgd' corrects gradients by the stale weights that "
+            "they read, of which replicas have different ones, and would drift apart; expected one "
+            "replica of stage 0, got 2",
         ),
         (
             lambda r: replicas(r, [[1, 3], [3, 1]][r % 2], microbatches=3),

@@ -29,6 +29,7 @@ MOMENTUM = {
 OURS = {*MOMENTUM, "sc", "dc-asgd"}
 SGD_ONLY = {"spectrain-smoothed", "sc", "sc-lwp", "braking"}
 WIDE_STEPS = {"dc-asgd", "gap-aware"}  # read stale weights, in 32 bits or more
+CORRECTING = (*WIDE_STEPS, "braking")  # by passes, which take torch's SGD too
 PREVIOUS = {"pipedream-2bw", "error-feedback"}  # a delay of at most one update
 SECOND_ORDER = {"second-order", "auto", "zb-h1-async", "interleaved-async"}
 OTHERWISE = {"auto", "zb-h1-async", "interleaved-async"}  # use another law without a momentum

@@ -359,7 +359,7 @@ def test_state_made_before_the_first_step(name: str) -> None:
 
 @every_rival
 def test_state_of_other_names_is_kept(name: str) -> None:
-    """In its own dtype, such as the average of a correction that is not in use."""
+    """In its own dtype, such as what a hook of the step keeps there."""
     params, optimizer = trained(name, BF16)
     saved = optimizer.state_dict()
     saved["state"][0].update(note=7, average=torch.ones(2))

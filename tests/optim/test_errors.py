@@ -269,7 +269,6 @@ def test_calls_that_need_a_binding_or_none() -> None:
         lambda: optimizer.write_prediction(outs, 1),
         lambda: optimizer.write_with_next_step(outs, 1),
         lambda: optimizer.update_in(outs),
-        lambda: optimizer.read_stale(outs),
     ):
         refuses(use, RuntimeError, r"not bound, call bind\(\) first")
     optimizer.bind(None, buffers_for(optimizer))

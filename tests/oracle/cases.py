@@ -11,6 +11,7 @@ import torch
 from helpers.covering import Axes, Row
 from helpers.foreign_optimizers import FOREIGN
 from helpers.random_settings import (
+    CORRECTING,
     FLUSHING,
     HYBRIDS,
     MOMENTUM,
@@ -108,6 +109,7 @@ _OTHERS = {
     "NAdam": of((st.optim.NAdam, torch.optim.NAdam), {"lr": 0.01}),
     "no mean": of((st.optim.Adam, torch.optim.Adam), {"lr": 0.003, "betas": (0.0, 0.9)}),
 }
+TORCHS = {"foreign SGD", "foreign fused"}  # which corrections of gradients take too
 _FOREIGN = {f"foreign {name}": (make, make) for name, make in FOREIGN.items() if name != "AdamW"}
 OPTIMIZERS = {**_OF_SGD, **_OTHERS, **_FOREIGN}
 KIND_OF = {
@@ -303,15 +305,17 @@ REFUSED = [
     ),
     (("method", _ASYNCHRONOUS), ("clipping", ["global"]), "update at different times"),
     (
-        ("method", _with(OURS | SGD_ONLY)),
+        ("method", _with((OURS | SGD_ONLY) - {*CORRECTING})),
         ("optimizer", _FOREIGN),
         "(predicts with the momentum|corrects the steps) of an optimizer of spectrain_ext.optim|"
         "is defined for sgd|has no smoothed momentum",
     ),
+    (("method", CORRECTING), ("optimizer", {*_FOREIGN} - TORCHS), "is defined for sgd"),
+    (("method", ["braking"]), ("optimizer", ["foreign fused"]), "is defined for sgd$"),
     (
         ("method", [*_with(MOMENTUM | {"sc-lwp"}), "spectrain-smoothed"]),
         ("optimizer", ["no momentum"]),
-        "parameter group 0(:| has) (momentum|no smoothed momentum)",
+        "parameter group 0(:| has) (momentum|no (smoothed )?momentum)",
     ),
     (("method", _with({"second-order"})), ("optimizer", ["no mean"]), "0: betas.* momentum > 0"),
     (
@@ -341,11 +345,7 @@ MEANINGLESS = [
     # The package's law takes the first change of a momentum as zero.
     (("method", _with(SECOND_ORDER | {"second-order"})), ("optimizer", ["dampening"])),
     (("method", ["sc"]), ("optimizer", ["no momentum"])),  # the oracle's formula is for one
-    # The oracle corrects before the optimizer's hooks.
-    (
-        ("method", ["braking", "dc-asgd", "gap-aware", "sc", "sc-lwp"]),
-        ("optimizer", ["hooked", "clamped"]),
-    ),
+    (("method", ["sc", "sc-lwp"]), ("optimizer", ["hooked", "clamped"])),  # whose step it is
 ]
 _FEATURES = ("optimizer", "rates", "clipping", "keeping", "model", "sizes", "runs")
 AXES = Axes(

@@ -40,7 +40,6 @@ def most_versions(method, k, n, windows, m):
             return (i, s, "linear")
         return (i, -s if definition.law == "average" else s)
 
-    stale = (definition.correction(*place) or "?")[0] in ("delay", "gap")
     # Both the forward's and the backward's weights stay while they are of the newest version,
     # unless an update comes between two predicted ones.
     both = definition.backward == "predict" and definition.backward_horizon(*place) > 0
@@ -48,11 +47,11 @@ def most_versions(method, k, n, windows, m):
         m == 1 and both and definition.reads == "newest" and definition.law != "second-order"
     )
     last = {}
-    actions, most, updates, flying, begun, met = orders[1], 0, 0, [], set(), None
+    actions, most, updates, flying, begun = orders[1], 0, 0, [], set()
     ended = ends_of(actions)
     for position, (what, i, j) in enumerate(actions):
         if what == "U":
-            updates, met, last = updates + 1, None, {}
+            updates, last = updates + 1, {}
             if definition.law == "second-order":  # the step writes it for any reader
                 s = definition.forward(*place) + lead
                 kept = {forward(*microbatch) for microbatch in flying}
@@ -62,15 +61,10 @@ def most_versions(method, k, n, windows, m):
         if what == "F":
             flying.append((i, j))
             begun.add((i, j))
-        # A step that reads stale weights has the true ones in a separate buffer.
-        held = {working, "true" if stale else (updates, 0)}
-        if what == "B":
-            met = working
+        held = {working, (updates, 0)}
         if both and working[0] == updates:
             last[what] = working
         held.update(last.values())
-        if stale and met is not None:
-            held.add(met)  # until the update, which needs those of the last backward
         if definition.backward == "stash":
             held |= {forward(*microbatch) for microbatch in flying}
         for later, x, y in actions[position + 1 :]:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from functools import partial
 
 import pytest
 import torch
-from helpers.pipeline_cases import Compared, batches, losses, mse, sgd, tanh_stages
-from oracle.methods import METHODS
+from helpers.pipeline_cases import Compared, batches, losses, mse, sgd, tanh_stages, torch_sgd
+from oracle.methods import METHODS, hybrid
 from torch import nn
 
 import spectrain_ext as st
 from spectrain_ext import corrections
 from spectrain_ext.method import check, find_method, in_words, places_of, recipe_clip, rules_at
 from spectrain_ext.pipeline.norms import gradient_norm
-from spectrain_ext.schedule import Place
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -25,15 +25,85 @@ def without(method, **changed):
     return dataclasses.replace(find_method(method), **changed)
 
 
-def test_a_correction_after_a_prediction():
-    """Here the correction compares with the backward's weights, which are predicted."""
-    method = without("spectrain-stash", correction=lambda p: corrections.DelayCompensation(0.5))
+def adam(kind, **changed):
+    return [
+        partial(getattr(module, kind), lr=0.01, **changed) for module in (st.optim, torch.optim)
+    ]
+
+
+OPTIMIZERS = {
+    "SGD": (sgd(weight_decay=0.05), torch_sgd(weight_decay=0.05)),
+    "rising SGD": (sgd(lr=0.003, maximize=True), torch_sgd(lr=0.003, maximize=True)),
+    **{kind: adam(kind, weight_decay=0.05) for kind in ("Adam", "AdamW", "NAdam")},
+    "rising AdamW": adam("AdamW", weight_decay=0.05, maximize=True),
+}
+CORRECTIONS = {
+    "delay": corrections.DelayCompensation(0.5),
+    "gap": corrections.GapAware(0.9),
+    "braking": corrections.AdaptiveBraking(0.5),
+}
+
+
+class Seldom(nn.Module):
+    """Uses its second layer for every third minibatch, whose parameters else have no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.forwards = nn.Sequential(*(nn.Linear(5, 5) for _ in range(2))), 0
+
+    def forward(self, x):
+        self.forwards += 1
+        return torch.tanh(self.layers[: 1 + (self.forwards % 3 == 0)](x))
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizer"),
+    [(k, name) for k in CORRECTIONS for name in OPTIMIZERS if k != "braking" or "SGD" in name],
+)
+@pytest.mark.parametrize("base", ["spectrain-stash", "second-order"])
+def test_a_correction_after_a_prediction(base, kind, optimizer):
+    """It compares with the backward's weights, which are predicted, and without gradients waits."""
+    numbers = [*vars(CORRECTIONS[kind]).values()]
     definition = dataclasses.replace(
-        METHODS["spectrain-stash"], correction=lambda *place: ("delay", 0.5)
+        METHODS[base], correction=lambda k, n, w, m: (kind, *numbers) if w > 1 else None
     )
-    compared = Compared(tanh_stages(3), method, definition=definition, microbatches=2)
+    more = {"definition": definition, "optimizer": OPTIMIZERS[optimizer]}
+    stages = [Seldom(), *tanh_stages(2)]
+    compared = Compared(stages, without(base, name="own", passes=[CORRECTIONS[kind]]), **more)
+    compared.run(batches(9, size=4))
+    compared = Compared(stages, compared.pipe.method, microbatches=2, **more)
     compared.run(batches(9, size=5, last=1))
     compared.run(batches(4, size=4))
+
+
+def test_a_method_corrects_in_its_own_phase():
+    for first, then in (("pipedream", "gap-aware"), ("dc-asgd", "pipedream"), ("sc", "braking")):
+        compared = Compared(tanh_stages(3), f"{first}+{then}@4", definition=hybrid(first, then, 4))
+        compared.run(batches(9))
+        compared.run(batches(3))
+
+
+def test_gap_aware_continues_from_its_state():
+    """As it goes on between two runs, with parameters that have had fewer gradients."""
+
+    def made():
+        torch.manual_seed(0)
+        return st.Pipeline([Seldom(), *tanh_stages(2)], sgd(), mse, "gap-aware")
+
+    pipe, other, data = made(), made(), batches(12)
+    losses(pipe, data[:6])
+    other.load_state_dict(pipe.state_dict())
+    for mine, theirs in zip(pipe.optimizers, other.optimizers, strict=True):
+        theirs.load_state_dict(mine.state_dict())
+    for mine, theirs in zip(pipe._executor.stages, other._executor.stages, strict=True):
+        theirs.module.load_state_dict(mine.module.state_dict())
+        theirs.passes[0].load_state_dict(state := mine.passes[0].state_dict())
+        assert bool(state) == bool(mine.late)
+    first = pipe._executor.stages[0]
+    assert first.passes[0].state_dict()["fewer"] == dict.fromkeys(
+        ("layers.1.weight", "layers.1.bias"), 2
+    )
+    assert losses(pipe, data[6:]) == losses(other, data[6:])
 
 
 FED_BACK = {
@@ -115,18 +185,23 @@ def everywhere(correction):
     return lambda place: correction
 
 
-_BY_ENTRY = {"forward_reads": "entry", "backward": "stash"}
-_DELAY, _GAP = (everywhere(c) for c in (corrections.DelayCompensation(0.1), corrections.GapAware()))
+_GAP = corrections.GapAware()
 
 
 @pytest.mark.parametrize(
     ("changed", "kind", "said"),
     [
         ({"correction": 3}, TypeError, "correction of 'own': expected a function of a Place"),
-        ({"correction": everywhere("x")}, TypeError, "expected one of .* with sgd and adam, "),
-        ({"correction": everywhere(corrections.GapAware)}, TypeError, "expected one of .* <class"),
-        ({"correction": _DELAY}, ValueError, r"at stage 0 of 3: DelayC.* needs backward='stash'"),
-        ({"correction": _GAP, **_BY_ENTRY}, ValueError, "GapAware.* needs forward_reads='newest'"),
+        ({"correction": everywhere("x")}, TypeError, "expected an object with sgd and adam, "),
+        ({"correction": everywhere(_GAP)}, TypeError, "got GapAware.* goes into passes="),
+        ({"passes": _GAP}, TypeError, "passes of 'own': expected a list of passes"),
+        ({"passes": [corrections.GapAware]}, TypeError, r"'own'\[0\]: expected a .*GapAware\("),
+        ({"passes": [_GAP, _GAP]}, ValueError, r"'own'\[1\]: there is another GapAware"),
+        ({"passes": [_GAP]}, ValueError, r"GapAware.* needs backward='stash'"),
+        (
+            {"passes": [_GAP], "forward_reads": "entry", "backward": "stash"},
+            *(ValueError, "GapAware.* needs forward_reads='newest'"),
+        ),
         ({"rates": 3}, TypeError, "rates of 'own': expected a function of a Place and"),
         ({"rates": lambda p, t: -1.0}, ValueError, r"rates of 'own' gives -1\.0 for the first"),
         ({"law": "average", "forward_horizon": lambda p: 1}, ValueError, "'average' looks back"),
@@ -134,9 +209,27 @@ _DELAY, _GAP = (everywhere(c) for c in (corrections.DelayCompensation(0.1), corr
     ],
 )
 def test_methods_that_contradict_themselves(changed, kind, said):
-    own = st.Method("own", "", **changed)
     with pytest.raises(kind, match=said):
-        rules_at(own, Place(0, 3, 3, 1))
+        st.Pipeline(tanh_stages(3), sgd(), mse, st.Method("own", "", **changed))
+
+
+def test_what_cannot_be_corrected():
+    brakes = st.Method("own", "", passes=[CORRECTIONS["braking"]])
+    with pytest.raises(
+        ValueError, match=r"stages\[0\]: parameter group 0 has no momentum, which A"
+    ):
+        st.Pipeline(tanh_stages(2), st.optim.Adam, mse, brakes)
+    with pytest.raises(ValueError, match="there is another GapAware; give one"):
+        st.Pipeline(tanh_stages(2), sgd(), mse, "gap-aware", passes=[_GAP])
+    narrow = [stage.bfloat16() for stage in tanh_stages(2)]
+    with pytest.raises(TypeError, match=r"stages\[0\]: Delay.*; give master_dtype=torch.float32"):
+        st.Pipeline(narrow, sgd(), mse, "dc-asgd")
+    pipe = st.Pipeline(tanh_stages(2), sgd(), mse, "gap-aware")
+    pipe.optimizers[0].param_groups[0]["momentum"] = 0.0
+    before = copy.deepcopy(pipe.children().__next__().state_dict())
+    with pytest.raises(st.StageError, match="group 0 has no momentum, which GapAware"):
+        losses(pipe, batches(3))
+    assert all(map(torch.equal, before.values(), next(pipe.children()).state_dict().values()))
 
 
 def test_a_correction_of_ones_own():
@@ -163,26 +256,58 @@ def test_a_correction_of_ones_own():
         st.Pipeline(stages, sgd(), mse, own)
 
 
+def braked(gradients, momentum):
+    """Return the momentum after an update by each gradient of a late stage."""
+    gradients, found = torch.stack(gradients), []
+    stage = nn.Module()
+    stage.weight = nn.Parameter(torch.zeros_like(gradients[0]))
+    stage.forward = lambda x: (x * stage.weight).sum(-1)
+    method = st.Method("own", "", passes=[CORRECTIONS["braking"]])
+    arguments = sgd(lr=1.0, momentum=momentum), lambda output, _: output.sum(), method
+    pipe = st.Pipeline([stage, nn.Identity()], *arguments, microbatches=1)
+    for _ in pipe.run([(each[None], torch.zeros(1)) for each in gradients]):
+        found += [s["momentum_buffer"].clone() for s in pipe.optimizers[0].state.values()]
+    return found
+
+
 def test_braking_of_16_bits_has_its_angle_in_32():
     """No angle; along; against; and nearly at a right angle."""
-    weight = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
-    method = st.Method("own", "", correction=lambda place: corrections.AdaptiveBraking(0.5))
-    stage = nn.Module()
-    stage.weight, stage.forward = weight, lambda x: (x * weight).sum(-1)
-    more = {"method": method, "microbatches": 1}
-    pipe = st.Pipeline([stage], sgd(lr=1.0, momentum=0.5), lambda output, _: output.sum(), **more)
-    found = []
-    for gradient in ([1.0, 0, 0], [2.0, 0, 0], [-1.0, 0, 0], [0, 4.0, 0]):
-        losses(pipe, [(torch.tensor([gradient], dtype=torch.bfloat16), torch.zeros(1))])
-        (state,) = pipe.optimizers[0].state.values()
-        found.append(state["momentum_buffer"].tolist())
+    rows = torch.tensor([[1.0, 0, 0], [2, 0, 0], [-1, 0, 0], [0, 4, 0]], dtype=torch.bfloat16)
+    found = [v.tolist() for v in braked([*rows], 0.5)]
     assert found == [[1.0, 0, 0], [1.5, 0, 0], [-0.75, 0, 0], [-0.375, 4.0, 0]]
 
 
-@pytest.mark.parametrize("bad", [-1, float("nan"), "x"])
-def test_bad_delays(bad):
-    with pytest.raises((TypeError, ValueError), match="delay"):
-        corrections.SpikeCompensation(bad)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("longer", [1e-30, 1e-9, 1e-3, 1.0, 1e3, 1e7, 1e9, 1e30])
+def test_braking_of_vectors_of_any_length(longer, dtype):
+    """Compared with the product, to the precision of the addition to the momentum."""
+    v, g = torch.randn(2, 50, dtype=torch.float64).to(dtype)
+    cosine = torch.cosine_similarity(v.double(), g.double(), dim=0)
+    expected = (1.0 - 0.5 * cosine * (longer < 1e8)) * (longer * g).double()
+    found = braked([v, longer * g], 1e-40)[-1].double()  # nothing is left of v
+    atol = (1e-6 if dtype is torch.float32 else 1e-8) * longer + 1e-15
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=atol)
+
+
+def test_what_is_zero_or_not_finite_is_not_braked():
+    for gradient, momentum in ((0.0, 1.0), (1.0, 0.0), (0.0, 0.0), (float("inf"), 1.0)):
+        rows = [torch.full((3,), momentum), torch.full((3,), gradient)]
+        assert torch.equal(braked(rows, 1e-40)[-1], rows[1] + 1e-40 * rows[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "bad"),
+    [
+        (corrections.DelayCompensation, "strength", [-1.0, math.nan, math.inf, "1", None]),
+        (corrections.GapAware, "decay", [-0.1, 1.0, math.nan, "1"]),
+        (corrections.AdaptiveBraking, "strength", [-1.0, math.nan, "1"]),
+        (corrections.SpikeCompensation, "delay", [-1, math.nan, "x"]),
+    ],
+)
+def test_bad_numbers(kind, name, bad):
+    for value in bad:
+        with pytest.raises((TypeError, ValueError), match=name):
+            kind(value)
 
 
 def test_the_delay_that_a_correction_is_given_is_counted():
@@ -192,33 +317,6 @@ def test_the_delay_that_a_correction_is_given_is_counted():
     for name, each in expected.items():
         method = without(name, correction=find_method("sc").correction)
         assert [rules_at(method, place).correction for place in places_of(method, 4, 2)] == each
-
-
-def brake(g, v):
-    apart, _ = st.distance([v], [[g]])
-    both = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in (g, v)]
-    corrections.AdaptiveBraking(0.5).brake_([g], torch.stack([*both, apart[0, 0]])[:, None])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("longer", [1e-30, 1e-9, 1e-3, 1.0, 1e3, 1e7, 1e9, 1e30])
-def test_braking_of_vectors_of_any_length(longer, dtype):
-    """Compared with the product, to the precision of the addition to the momentum."""
-    torch.manual_seed(0)
-    v, g = torch.randn(2, 50, dtype=torch.float64).to(dtype)
-    g = longer * g
-    cosine = torch.cosine_similarity(v.double(), g.double() / longer, dim=0)
-    expected = (1.0 - 0.5 * cosine * (longer < 1e8)) * g.double()
-    brake(g, v)
-    atol = (1e-6 if dtype is torch.float32 else 1e-8) * longer + 1e-15
-    torch.testing.assert_close(g.double(), expected, rtol=0.0, atol=atol)
-
-
-def test_what_is_zero_or_not_finite_is_not_braked():
-    for gradient, momentum in ((0.0, 1.0), (1.0, 0.0), (0.0, 0.0), (float("inf"), 1.0)):
-        g, v = torch.full((3,), gradient), torch.full((3,), momentum)
-        brake(g, v)
-        assert torch.equal(g, torch.full((3,), gradient))
 
 
 def test_each_phase_has_its_own_scope_which_is_logged(caplog):

@@ -86,7 +86,7 @@ PREDICTING = replace(
     ("method", "parts", "more"),
     [
         *((name, 4, {}) for name in ("1f1b", "zb-h1", "error-feedback", "zb-h1-async")),
-        *((name, 1, {}) for name in ("pipedream", "spectrain", "dc-asgd", "lwp-w")),
+        *((name, 1, {}) for name in ("pipedream", "spectrain", "dc-asgd", "gap-aware", "lwp-w")),
         # Methods whose drain overwrites a step's prediction.
         (st.second_order(backward="predict"), 1, {"definition": PREDICTING}),
         ("pipemare", 1, {}),  # its rates count minibatches

@@ -99,7 +99,7 @@ def test_replicas_that_a_pipeline_refuses_are_not_planned():
     found = plan(SOME, 4, link="nvlink", batch=8, methods=["dc-asgd", "pipedream"])
     replicas = [c.replicas for c in found.candidates if c.method == "dc-asgd"]
     assert replicas and all(set(each[:-1]) <= {1} for each in replicas)  # the last has no delay
-    with pytest.raises(ValueError, match=r"method 'dc-asgd' corrects gradients of stage 0 by"):
+    with pytest.raises(ValueError, match=r"'dc-asgd' corrects .* stage 0, got 2"):
         st.method.check("dc-asgd", 2, microbatches=2, replicas=[2, 1])
     st.method.check("dc-asgd", 2, microbatches=2, replicas=[1, 2])
 
