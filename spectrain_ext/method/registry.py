@@ -10,7 +10,6 @@ from math import inf
 from typing import Any, Literal, TypeAlias
 
 from spectrain_ext.errors import unknown
-from spectrain_ext.later import later
 from spectrain_ext.schedule import Law, Place
 
 from . import formulas
@@ -199,6 +198,8 @@ def _wpipe() -> Method:
 
 
 def _spikes(place: Place) -> Any:
+    from spectrain_ext.later import later  # loaded where used
+
     late = formulas.delay(place)
     return later("corrections").SpikeCompensation(late) if late else None
 
@@ -230,6 +231,8 @@ def _corrects(
     """Return the row of PipeDream with a correction of gradients."""
 
     def made() -> Method:
+        from spectrain_ext.later import later  # loaded where used
+
         passes = (getattr(later("corrections"), kind)(number),)
         return _like(_PIPEDREAM, name, summary, passes=passes, families=families)
 

@@ -31,86 +31,71 @@ Group = Mapping[str, Any]
 
 
 class _Correction(Pass):
-    """Changes gradients before an update, on stages where they are late."""
+    """Changes gradients before an update, by the weights that they were computed with."""
 
+    alone = (  # empty: without those weights
+        "corrects gradients by the stale weights that they read, of which replicas have different "
+        "ones, and would drift apart"
+    )
     _needs: tuple[str, ...] = ()  # options, one of which a parameter group must have
+    _kept: tuple[Mapping[Tensor, Tensor], Callable[[], None]]
 
     @property
     def _weights(self) -> StageWeights:
         assert self.stage.weights is not None
         return self.stage.weights
 
-    def on(self, stage: StageView, processes: ProcessesView) -> Self:
-        made = super().on(stage, processes)
-        if stage.late and stage.weights is not None:
-            made._check_groups(f"optimizer: stages[{stage.index}]: ")
-        return made
-
-    def begin(self, run: RunView) -> dict[Kind, Handler]:
-        late = run.trains and self.stage.late and self.stage.weights is not None
-        return {Kind.CHANGE_GRADIENTS: self._change} if late else {}
-
-    def _check_groups(self, where: str = "") -> None:
-        for n, group in enumerate(self._weights.optimizer.param_groups):
-            if self._needs and group["params"] and not any(map(group.get, self._needs)):
-                raise ValueError(f"{where}parameter group {n} has no momentum, which {self} needs")
-
-    def _change(self, i: int, j: int) -> None:
-        if self.stage.skips:
-            return
-        self._check_groups()
-        with self.stage.changing_gradients(wide=isinstance(self, _ByStaleWeights)):
-            for n, group in enumerate(self._weights.optimizer.param_groups):
-                params = [p for p in group["params"] if p.grad is not None]
-                if params:  # foreach operators refuse empty lists
-                    self._correct(n, group, params, -1.0 if group["maximize"] else 1.0)
-
-    def _correct(self, n: int, group: Group, params: list[Tensor], sign: float) -> None:
-        """Change gradients of the n-th group, to which the step adds the L2 penalty of W."""
-        raise NotImplementedError
-
-    def _momentum(self, p: Tensor) -> Any:
-        return self._weights.optimizer.state.get(p, {}).get("momentum_buffer")
-
-
-class _ByStaleWeights(_Correction):
-    """Compares the weights with those that the gradients were computed with."""
-
-    alone = (
-        "corrects gradients by the stale weights that they read, of which replicas have different "
-        "ones, and would drift apart"
-    )
-    _kept: tuple[Mapping[Tensor, Tensor], Callable[[], None]]
-
     def check(self, method: Method) -> None:
         for field, value in (("backward", "stash"), ("forward_reads", "newest")):
-            if getattr(method, field) != value and not flushes(method.schedule):
+            fits = getattr(method, field) == value or flushes(method.schedule)
+            if self.alone and not fits:
                 raise ValueError(
                     f"method: {self} compares weights with those of a forward that read the "
                     f"newest, needs {field}={value!r}, which {method.name!r} has not"
                 )
 
     def on(self, stage: StageView, processes: ProcessesView) -> Self:
-        dtypes = stage.weights.true_dtypes if stage.late and stage.weights is not None else ()
-        if any(dtype.itemsize == 2 for dtype in dtypes):
+        made, weights = super().on(stage, processes), stage.weights
+        if not stage.late or weights is None:
+            return made
+        made._check_groups(f"optimizer: stages[{stage.index}]: ")
+        if self.alone and any(dtype.itemsize == 2 for dtype in weights.true_dtypes):
             raise TypeError(
                 f"stages[{stage.index}]: {self} needs true weights in float32 or float64; give "
                 "master_dtype=torch.float32"
             )
-        return super().on(stage, processes)
+        return made
+
+    def _check_groups(self, where: str = "") -> None:
+        for n, group in enumerate(self._weights.optimizer.param_groups):
+            if self._needs and group["params"] and not any(map(group.get, self._needs)):
+                raise ValueError(f"{where}parameter group {n} has no momentum, which {self} needs")
 
     def begin(self, run: RunView) -> dict[Kind, Handler]:
         def keep(i: int, j: int) -> None:
             if j == run.microbatches_of(i) - 1:
                 self._kept = self._weights.keep()
 
-        steps = super().begin(run)
-        return steps and {**steps, Kind.BACKWARD: keep, Kind.BACKWARD_WEIGHTS: keep}
+        if not (run.trains and self.stage.late and self.stage.weights):
+            return {}
+        kept = dict.fromkeys((Kind.BACKWARD, Kind.BACKWARD_WEIGHTS), keep) if self.alone else {}
+        return {Kind.CHANGE_GRADIENTS: self._change, **kept}
 
     def _change(self, i: int, j: int) -> None:
-        super()._change(i, j)
-        self._kept[1]()
-        del self._kept  # it would hold all buffers
+        if not self.stage.skips:
+            self._check_groups()
+            with self.stage.changing_gradients(wide=bool(self.alone)):
+                for n, group in enumerate(self._weights.optimizer.param_groups):
+                    params = [p for p in group["params"] if p.grad is not None]
+                    if params:  # foreach operators refuse empty lists
+                        self._correct(n, group, params, -1.0 if group["maximize"] else 1.0)
+        if self.alone:
+            self._kept[1]()
+            del self._kept  # it would hold all buffers
+
+    def _correct(self, n: int, group: Group, params: list[Tensor], sign: float) -> None:
+        """Change gradients of the n-th group, to which the step adds the L2 penalty of W."""
+        raise NotImplementedError
 
     def _compared(self, params: list[Tensor]) -> tuple[list[Any], list[Tensor], list[Tensor]]:
         """Return gradients, W, and W - W_stale."""
@@ -119,8 +104,11 @@ class _ByStaleWeights(_Correction):
         gaps = torch._foreach_sub(weights, [stale[p] for p in params])
         return [p.grad for p in params], weights, list(gaps)
 
+    def _momentum(self, p: Tensor) -> Any:
+        return self._weights.optimizer.state.get(p, {}).get("momentum_buffer")
 
-class DelayCompensation(_ByStaleWeights):
+
+class DelayCompensation(_Correction):
     """DC-ASGD: g + strength*g*g*(W - W_stale), with the L2 penalty of W added after it.
 
     Zheng et al., arXiv 1609.08326, equation 10, with a constant strength: g*g stands for the
@@ -155,7 +143,7 @@ class DelayCompensation(_ByStaleWeights):
             torch._foreach_add_(gradients, gaps)
 
 
-class GapAware(_ByStaleWeights):
+class GapAware(_Correction):
     """Gradients divided by how far the weights have moved: d/(1 + abs(W - W_stale)/C) per element.
 
     C is the typical size of an update (Barkai, Hakimi, Schuster, arXiv 1909.10802). SGD:
@@ -271,6 +259,7 @@ class AdaptiveBraking(_Correction):
         >>> method = st.Method("mine", "braking", passes=[late], families=("sgd",))
     """
 
+    alone = ""
     _needs = ("momentum",)
 
     def __init__(self, strength: float) -> None:

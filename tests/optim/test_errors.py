@@ -282,7 +282,6 @@ def test_calls_that_need_a_binding_or_none() -> None:
             (partial(optimizer.write_prediction, views, 1), "outs"),
             (partial(optimizer.write_with_next_step, views, 1), "outs"),
             (partial(optimizer.update_in, views), "weights"),
-            (partial(optimizer.read_stale, views), "stale weights"),
         ):
             refuses(call, ValueError, f"{name}.*{message}", params)
     assert all(out.isnan().all() for out in outs.values())
