@@ -106,7 +106,7 @@ MODELS = {
     "masters": Kind(narrow_tied, torch.bfloat16, torch.float32),
 }
 #: Where else the state goes and comes back from: stages and their method, or a module.
-OTHER = {"one stage": (1, "sync"), "the same": (3, "sync"), "two": (2, None), "four": (4, None)}
+OTHER = {"one stage": (1, "sync"), "the same": (3, None), "two": (2, None), "four": (4, None)}
 BEFORE = ("fresh", "used", "released")  # the pipeline that loads
 
 
@@ -116,7 +116,7 @@ _EXCLUDED = [
     # They have no phases.
     {"family": ["changing"], "other": ["one stage", "the same", "module"]},
     {"family": ["correcting momentum"], "optimizer": {*OWN} - {"sgd"}},
-    # A stage that is not late has none.
+    # A stage that is not late has none, and another method no such pass.
     {"family": ["correcting by its own state"], "other": {*OTHER, "module"} - {"the same"}},
     {"family": _CORRECTING, "optimizer": ["soap"]},
     {"family": _CORRECTING, "model": ["narrow"]},
