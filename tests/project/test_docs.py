@@ -25,6 +25,7 @@ from torch import nn
 import spectrain_ext as st
 from spectrain_ext.method import find_method
 from spectrain_ext.schedule import Law, flushes
+from spectrain_ext.tools.commands.__main__ import main as spectrain
 from studies.__main__ import main as studies
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,11 +131,11 @@ def test_the_commands_exist(place: str, command: str) -> None:
         for target in (word for word in arguments if "=" not in word):
             assert re.search(rf"^{target}:|^\.PHONY:.*\b{target}\b", MAKEFILE, re.MULTILINE), place
         return
-    main = resolve_name(SCRIPTS["spectrain"])
+    assert SCRIPTS["spectrain"] == "spectrain_ext.tools.commands:main"  # which calls this one
     name, *options = arguments
-    found = main.commands.get(name)
+    found = spectrain.commands.get(name)
     assert found is not None, f"{place}: spectrain has no command {name!r}"
-    parent = click.Context(main, info_name="spectrain", **main.context_settings)
+    parent = click.Context(spectrain, info_name="spectrain", **spectrain.context_settings)
     try:
         found.make_context(name, options, parent=parent)
     except click.exceptions.Exit as asked_for_help:
