@@ -25,8 +25,8 @@ from spectrain_ext.method import (
     check_optimizer,
     factor_of,
     find_method,
-    phase_places,
     phases_of,
+    phases_on,
     places_of,
     rules_at,
 )
@@ -34,7 +34,7 @@ from spectrain_ext.operators.averaging import Averaging, Exchange, in_a_row, tak
 from spectrain_ext.passes.compress import packed_message, unpacked_message
 from spectrain_ext.pipeline.ties import Copy, copies_of
 from spectrain_ext.pipeline.updates import gradient_norm
-from spectrain_ext.schedule import Generator, Instruction, Kind, Place, find_generator, flushes
+from spectrain_ext.schedule import Instruction, Kind, Place, find_generator, flushes
 from spectrain_ext.transport import Buffer, Message
 from spectrain_ext.transport.message import TENSOR
 from spectrain_ext.weights import StageWeights
@@ -87,33 +87,29 @@ class DelayedStage:
     weights: StageWeights | None = None  # None: no trainable parameters
     averaged = False  # whether an update is followed by other weights
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, index: int) -> None:
+        self.module, self.index = module, index
         # Batch statistics are those of one microbatch.
         self._apart = any(
             isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()
         )
 
-    def enter(
-        self,
-        weights: StageWeights | None,
-        place: Place,
-        schedule: str | Generator,
-        minibatches: int,
-    ) -> None:
+    def enter(self, method: Method, places: Sequence[Place]) -> None:
         """Begin a phase of the method with the current weights as its first version."""
-        if self.weights is not None and self.weights.bound:
-            self.weights.end()
-            self.weights.unbind()
-        self.weights = weights
+        weights, place = self.weights, places[self.index]
+        if weights is not None and weights.bound:
+            weights.end()
+            weights.unbind()
         self._microbatches = range(place.microbatches)
         self.parts: list[_Part] = []
         self._met: dict[tuple[Kind, int, int], Content] = {}  # for the forwards and backwards ahead
         if weights is None:
             return
+        rules = rules_at(method, place, weights.optimizer)
+        weights.follow(rules, (places[0], place), method.schedule)
         weights.bind()
-        weights.begin(minibatches)
-        self._actions: Iterator[Instruction] = find_generator(schedule)(place)
+        weights.begin(factor_of(method, place))
+        self._actions: Iterator[Instruction] = find_generator(method.schedule)(place)
         self._peeked: tuple[Instruction, ...] = ()
         self._storage, self._versions = weights._bound, weights.versions
         self._own: list[VersionBuffer] = []  # for parts whose backward uses other weights
@@ -231,11 +227,11 @@ class DelayedStage:
             self._storage.point(self._storage.true)
 
 
-def uniform_places(method: Method, stages: int, delay: int) -> list[list[Place]]:
-    """Return the places, by phase, of stages that are all like the first of delay + 1 stages."""
+def uniform_places(method: Method, stages: int, delay: int) -> list[tuple[Method, list[Place]]]:
+    """Return ``phases_on`` stages that are all like the first of delay + 1 stages."""
     late = [Place(0, delay + 1, delay + 1, latest=delay)] * stages
     return [
-        places_of(phase, stages, 1) if flushes(phase.schedule) else late
+        (phase, places_of(phase, stages, 1) if flushes(phase.schedule) else late)
         for phase in phases_of(method)
     ]
 
@@ -272,7 +268,7 @@ class Delayed:
         codec: Codec | None = None,
     ) -> None:
         self.method = find_method(method)
-        self.stages = [DelayedStage(module) for module in stages]
+        self.stages = [DelayedStage(module, k) for k, module in enumerate(stages)]
         self._model = nn.Sequential(*stages)
         copies = copies_of(stages, range(len(stages)))
         self._ties = [_Tie(copy, self.stages[copy.home]) for copy in copies]
@@ -287,37 +283,25 @@ class Delayed:
         self.minibatches = 0
         n = len(stages)
         if delay is None:
-            of_phases = phase_places(self.method, n, microbatches)
+            self._phases = phases_on(self.method, n, microbatches)
         else:
-            of_phases = uniform_places(self.method, n, delay)
-        phases = [*zip(phases_of(self.method), of_phases, strict=True)]
-        weights: list[list[StageWeights | None]] = [[] for _ in phases]
-        for k, module in enumerate(stages):
+            self._phases = uniform_places(self.method, n, delay)
+        for k, (module, stage) in enumerate(zip(stages, self.stages, strict=True)):
             params = [p for p in module.parameters() if p.requires_grad and p not in borrowed]
-            made = optimizer(params) if params else None
-            scheduled = None if made is None or scheduler is None else scheduler(made)
-            factor = factor_of([(phase, places[k]) for phase, places in phases])
-            for (phase, places), of_stages in zip(phases, weights, strict=True):
-                if made is None:
-                    of_stages.append(None)
-                    continue
-                rules = rules_at(phase, places[k], made)
-                check_optimizer(phase, rules, k, made)
-                both = places[0], places[k]
-                of_stages.append(
-                    StageWeights(
-                        module, made, scheduled, rules, both, phase.schedule, factor=factor
-                    )
-                )
-        self._phases = [(*phase, each) for phase, each in zip(phases, weights, strict=True)]
+            if not params:
+                continue
+            made = optimizer(params)
+            for phase, places in self._phases:
+                check_optimizer(phase, rules_at(phase, places[k], made), k, made)
+            stage.weights = StageWeights(module, made, scheduler and scheduler(made))
         self._enter()
 
     def _enter(self) -> None:
-        self._phase, places, weights = self._phases.pop(0)
+        self._phase, places = self._phases.pop(0)
         own = self._phase.clip
         self._norms = [self._clip_norm or (own and own(place)) for place in places]
-        for stage, place, each in zip(self.stages, places, weights, strict=True):
-            stage.enter(each, place, self._phase.schedule, self.minibatches)
+        for stage in self.stages:
+            stage.enter(self._phase, places)
 
     def train_on(self, value: Tensor, target: Tensor) -> Tensor:
         """Train on one minibatch, one update of every stage; return its loss, 0-d and detached."""

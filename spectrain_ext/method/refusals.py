@@ -27,7 +27,7 @@ from spectrain_ext.schedule import (
 from spectrain_ext.schedule.order import check_generator
 
 from .formulas import WINDOWS, none
-from .value import FAMILIES, Method, Window, correction_at, named, phases_of, rate_at
+from .value import FAMILIES, Method, Window, correction_at, named, rate_at
 
 
 def check_value(method: Method, place: Place, field: str, value: object, least: int) -> None:
@@ -140,19 +140,16 @@ def _check_deadlocks(windows: Sequence[int], replicas: Replicas) -> None:
         )
 
 
-def check_replicas(
-    method: Method, of_phases: Sequence[Sequence[Place]], replicas: Replicas
-) -> None:
+def check_replicas(method: Method, places: Sequence[Place], replicas: Replicas) -> None:
     """Refuse corrections that read stale weights on stages with several replicas."""
-    for phase, places in zip(phases_of(method), of_phases, strict=True):
-        for k, count in enumerate(replicas.counts):
-            correction = correction_at(phase, places[k]) if count > 1 else None
-            if correction is not None and correction.reads_stale:
-                raise ValueError(
-                    f"replicas: method {phase.name!r} corrects gradients of stage {k} by the stale "
-                    f"weights that they read, of which its {count} replicas have different ones, "
-                    "and would drift apart; expected one replica of that stage"
-                )
+    for k, count in enumerate(replicas.counts):
+        correction = correction_at(method, places[k]) if count > 1 else None
+        if correction is not None and correction.reads_stale:
+            raise ValueError(
+                f"replicas: method {method.name!r} corrects gradients of stage {k} by the stale "
+                f"weights that they read, of which its {count} replicas have different ones, "
+                "and would drift apart; expected one replica of that stage"
+            )
 
 
 # Methods of your own.

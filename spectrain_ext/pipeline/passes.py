@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
+from spectrain_ext.method import phases_of
 from spectrain_ext.schedule import Kind
 from spectrain_ext.schedule.lowering import STEPS_OF_TRAINING
 from spectrain_ext.transport import Message
@@ -187,5 +188,6 @@ def checked_passes(passes: object, method: Method) -> list[Pass]:
             raise TypeError(f"passes[{n}]: expected a Pass, got {each!r:.80}{remedy}")
         if type(each) in map(type, passes[:n]):
             raise ValueError(f"passes[{n}]: there is another {type(each).__name__}; give one")
-        each.check(method)
+        for one in phases_of(method):
+            each.check(one)
     return list(passes)

@@ -8,11 +8,9 @@ from spectrain_ext.method import (
     Method,
     MethodName,
     Window,
-    chunks_of,
     find_method,
     microbatches_of,
-    phase_places,
-    phases_of,
+    phases_on,
     places_of,
     rules_at,
 )
@@ -79,8 +77,7 @@ def simulate_method(
         microbatches = microbatches_of(method, stages)
     runs: list[tuple[int | None, Callable[..., Iterator[Span]]]] = []
     devices = devices_under(method, stages)
-    places_of_phases = phase_places(method, stages, microbatches, window)
-    for phase, places in zip(phases_of(method), places_of_phases, strict=True):
+    for phase, places in phases_on(method, stages, microbatches, window):
         rules = [rules_at(phase, place) for place in places]
         durations = Durations.of(
             stages,
@@ -117,7 +114,7 @@ def simulate_method(
 
 def devices_under(method: str | Method, stages: int) -> list[int] | None:
     """Return the device of every stage, in all phases; None: each has its own."""
-    chunks = chunks_of(find_method(method))
+    chunks = find_method(method).chunks
     devices = -(-stages // min(chunks, stages))
     return [k % devices for k in range(stages)] if chunks > 1 else None
 

@@ -1,4 +1,4 @@
-"""Tests methods with phases: when one ends, and what goes on.
+"""Tests changes of the method, by hand and of hybrids: when, and what goes on.
 
 ``oracle.cases`` has their results.
 """
@@ -9,9 +9,19 @@ import copy
 import json
 
 import pytest
-from helpers.pipeline_cases import Compared, batches, close, mse, sgd, tanh_stages, torch_sgd
+from helpers.pipeline_cases import (
+    Compared,
+    batches,
+    close,
+    losses,
+    mse,
+    sgd,
+    tanh_stages,
+    torch_sgd,
+)
 from oracle.definition import Oracle
 from oracle.methods import hybrid as defined
+from torch.optim.lr_scheduler import StepLR
 
 import spectrain_ext as st
 from spectrain_ext.weights import StageWeights
@@ -33,6 +43,64 @@ def test_three_phases():
     compared = Compared(tanh_stages(4), st.hybrid("sync", end, after=3), definition=definition)
     compared.run(batches(14))
     assert compared.pipe.phase == 2
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "more"),
+    [
+        ("sync", "spectrain-local", {"window": "wide"}),  # more messages than before
+        ("1f1b", "zb-h1-async", {"microbatches": 4}),
+        ("1f1b", st.pipemare(updates=6), {"scheduler": lambda opt: StepLR(opt, 3)}),
+        ("pipedream", "1f1b+vanilla@7", {"clip_norm": 0.05}),
+    ],
+)
+def test_a_change_by_hand_gives_a_hybrids_bits(first, then, more, tmp_path):
+    """Also after a checkpoint, in a pipeline that has the method before it loads."""
+    stages, data, window = tanh_stages(4), batches(12, size=4), more.get("window")
+    whole = make(stages, st.hybrid(first, then, after=5), **more)
+    mine, again, other = (make(stages, first, **{**more, "window": None}) for _ in range(3))
+    found = losses(mine, data[:5])
+    mine.change(then, window=window)
+    assert found + losses(mine, data[5:9]) == losses(whole, data[:9])
+    assert (mine.method, mine.places) == (whole.method, whole.places)
+    st.checkpoint.save(tmp_path / "saved", mine)
+    again.change(then, window=window)
+    st.checkpoint.load(tmp_path / "saved", again)
+    expected = losses(whole, data[9:])
+    assert losses(mine, data[9:]) == losses(again, data[9:]) == expected
+    with pytest.warns(UserWarning, match=f"since minibatch [57], and goes on under .*'{first}'"):
+        st.checkpoint.load(tmp_path / "saved", other)
+
+
+class Steady(st.passes.Pass):
+    def check(self, method):
+        if method.then is not None:
+            raise ValueError("Steady: there must be no change")
+
+
+def test_a_change_that_is_refused_changes_nothing():
+    stages, data = tanh_stages(3), batches(4)
+    more = {"clip_norm": 0.05, "clip_scope": "global", "optimizer": torch_sgd()}
+    pipe, same = (make(stages, "1f1b", **more) for _ in range(2))
+    shown = repr(pipe)
+    for method, window, match in (
+        ("nope", None, "there is no 'nope'"),
+        ("gpipe", "wide", "there is no window to choose"),
+        ("vanilla", [1, 2, 2], "a deadlock"),
+        ("pipedream-2bw", None, "at least 3 microbatches"),
+        ("sync+spectrain@9", None, "torch.optim.sgd.SGD, and method 'spectrain'"),
+        ("vanilla", None, "clip_scope: under method 'vanilla'"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            pipe.change(method, window=window)
+    with pytest.raises(ValueError, match="Steady: there must be no change"):
+        make(stages, "1f1b", passes=[Steady()]).change("sync")
+    assert repr(pipe) == shown
+    run = pipe.run(data)
+    first = next(run).loss
+    with pytest.raises(RuntimeError, match="change: a run of this pipeline has not ended"):
+        pipe.change("sync")
+    assert [first, *(result.loss for result in run)] == losses(same, data)
 
 
 def test_memory_is_that_of_the_larger_phase():
