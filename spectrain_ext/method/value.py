@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal, get_args
 
+from spectrain_ext.errors import check_int
 from spectrain_ext.operators import laws
 from spectrain_ext.schedule import Backward, Generator, Law, Place, Reads, ScheduleName
 
@@ -147,10 +148,7 @@ def phases_of(method: Method) -> tuple[Method, ...]:
         where = named(phases[-1], "then")
         if not isinstance(then, Phase) or not isinstance(then.method, Method):
             raise TypeError(f"{where}: expected a Phase with a Method, got {then!r}")
-        if isinstance(then.after, bool) or not isinstance(then.after, int):
-            raise TypeError(f"{where}: after: expected an int, got {then.after!r}")
-        if then.after < 0:
-            raise ValueError(f"{where}: after: expected at least 0, got {then.after}")
+        check_int(f"{where}: after", then.after, 0)
         phases.append(then.method)
     return tuple(phases)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
@@ -10,14 +10,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from spectrain_ext.errors import placed
-from spectrain_ext.method import (
-    Method,
-    Window,
-    check_optimizer,
-    factor_of,
-    phases_on,
-    rules_at,
-)
+from spectrain_ext.method import Method, Window, check_optimizer, factor_of, phases_on, rules_at
 from spectrain_ext.optim import PredictingOptimizer
 from spectrain_ext.schedule import Generator, Place, Replicas, Rules, count_stage, flushes
 from spectrain_ext.weights import StageMemory, StageWeights
@@ -129,32 +122,30 @@ def _positive(where: str, value: object) -> float:
 # Optimizers and schedulers.
 
 
-def optimizers_of(
+def weights_of(
     modules: Mapping[int, nn.Module],  # by index
     copies: Sequence[Copy],
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     scheduler: Callable[[Any], LRScheduler] | None,
-) -> dict[int, tuple[torch.optim.Optimizer, LRScheduler | None]]:
-    """Return the optimizer and the scheduler of every stage that has something to train."""
-    found = {}
+    master_dtype: torch.dtype | None,
+) -> list[StageWeights | None]:
+    """Make optimizers and schedulers; return each stage's weights, None: it only has copies."""
+    found: list[StageWeights | None] = []
     for k, module in modules.items():
-        made = make_optimizer(optimizer, module, k, copies_in(copies, k).keys())
-        if made is not None:
-            found[k] = made, make_scheduler(scheduler, made, k)
+        held = copies_in(copies, k).keys()
+        params = [p for p in module.parameters() if p.requires_grad and p not in held]
+        if not params:
+            found.append(None)
+            continue
+        own = _optimizer(optimizer, [local_part(p) for p in params], k)
+        its_scheduler = None if scheduler is None else _scheduler(scheduler, own, k)
+        found.append(StageWeights(module, own, its_scheduler, master_dtype, held))
     return found
 
 
-def make_optimizer(
-    factory: Callable[[list[Any]], torch.optim.Optimizer],
-    module: nn.Module,
-    k: int,
-    copies: Set[Tensor] = frozenset(),
-) -> torch.optim.Optimizer | None:
-    """Return the optimizer of stage k, None if it has nothing to train but copies."""
-    own = [p for p in module.parameters() if p.requires_grad and p not in copies]
-    params = [local_part(p) for p in own]
-    if not params:
-        return None
+def _optimizer(
+    factory: Callable[[list[Any]], torch.optim.Optimizer], params: list[Tensor], k: int
+) -> torch.optim.Optimizer:
     with placed(f"in optimizer, for stages[{k}]"):
         made: object = factory(params)
     if not isinstance(made, torch.optim.Optimizer):
@@ -200,12 +191,7 @@ def check_hidden(use: Sequence[Sequence[Any]], firsts: Iterable[int] = (0,)) -> 
             )
 
 
-def make_scheduler(
-    factory: Callable[[Any], LRScheduler] | None, optimizer: Any, k: int
-) -> LRScheduler | None:
-    """Return the scheduler of stage k, None if there is no factory."""
-    if factory is None:
-        return None
+def _scheduler(factory: Callable[[Any], LRScheduler], optimizer: Any, k: int) -> LRScheduler:
     with placed(f"in scheduler, for stages[{k}]"):
         made = factory(optimizer)
     if isinstance(made, torch.optim.Optimizer) or not callable(getattr(made, "step", None)):

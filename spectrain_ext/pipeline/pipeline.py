@@ -15,17 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from spectrain_ext.interrupts import deferred
-from spectrain_ext.method import (
-    Method,
-    MethodName,
-    Phase,
-    Window,
-    find_method,
-    rules_at,
-)
+from spectrain_ext.method import Method, MethodName, Phase, Window, find_method, rules_at
 from spectrain_ext.optim.guards import refuse_call
 from spectrain_ext.rng import StageRandom
-from spectrain_ext.schedule import Place, Replicas, Rules
+from spectrain_ext.schedule import Place, Replicas
 from spectrain_ext.threads import warn_of_threads
 from spectrain_ext.transport import callers_stream
 from spectrain_ext.transport.message import each
@@ -48,7 +41,7 @@ from .arguments import (
 )
 from .batch import SplitDim, sides_of
 from .compute import Mode
-from .course import AppliedMethod, ClipScope, applied, optimizers_of
+from .course import AppliedMethod, ClipScope, applied, weights_of
 from .edges import SourceSettings
 from .executor import Executor, keeping
 from .loops import Loops, checked_batches, warn_unless_begun
@@ -59,7 +52,7 @@ from .processes import Processes
 from .run import Work
 from .stage import Stage
 from .tape import ModuleModes, changing_modes
-from .ties import copies_in, copies_of
+from .ties import copies_of
 from .wires import Wires
 
 if TYPE_CHECKING:
@@ -160,19 +153,11 @@ class Pipeline(Loops):
             sides_of(split_dim)
             check_loss_fn(loss_fn, parts, count)
             check_functions(optimizer, loss_fn, scheduler)
-            trained = optimizers_of(here, self._copies, optimizer, scheduler)
-            own_optimizers = {k: made for k, (made, _) in trained.items()}
-            self._methods = applied(
-                chosen, own_optimizers, parts, window, replicas, *self._clipping
-            )
+            made = weights_of(here, self._copies, optimizer, scheduler, master_dtype)
+            optimizers = {k: w.optimizer for k, w in zip(here, made, strict=True) if w is not None}
+            self._methods = applied(chosen, optimizers, parts, window, replicas, *self._clipping)
             self._since = 0  # minibatches of training before the first of them
             self.minibatches, self.devices = 0, tuple(where)
-            made = [
-                StageWeights(module, *trained[k], master_dtype, copies_in(self._copies, k).keys())
-                if k in trained
-                else None
-                for k, module in here.items()
-            ]
             if len(here) == replicas.stages:
                 check_trains(weights is not None for weights in made)
             own = [
@@ -218,7 +203,7 @@ class Pipeline(Loops):
         if _logger.isEnabledFor(logging.INFO):
             from spectrain_ext.method import in_words
 
-            like = next((weights.optimizer for weights in self._trained), None)
+            like = next((each.optimizer for each in self._trained), None)
             said = (in_words(each.method, each.places, like) for each in methods)
             _logger.info("%s", "; then ".join(said))
         if self._clipping[0] is not None:
@@ -312,7 +297,9 @@ class Pipeline(Loops):
                 if observers:
                     from .observer import observing
 
-                    watched.enter_context(observing(observers, self._rules, self.devices))
+                    like = next(iter(self.optimizers), None)
+                    rules = [rules_at(self.method, place, like) for place in self._applied.places]
+                    watched.enter_context(observing(observers, rules, self.devices))
                 run = self._train if self.method.then is None else self._train_in_turn
                 yield from run(batches, observers, keep)
         except GeneratorExit:
@@ -371,18 +358,12 @@ class Pipeline(Loops):
         def follow(segment: Segment, left: bool) -> int | None:
             nonlocal then
             # Whether there are more batches is known to the first process, which takes them.
-            if (
-                then is None
-                or not self._gather_from_ranks(
-                    lambda: segment.cut and not left, "changing the method"
-                )[0]
-            ):
+            more, doing = (lambda: segment.cut and not left), "changing the method"
+            if then is None or not self._gather_from_ranks(more, doing)[0]:
                 return None
-            then, done = self.method.then, self.minibatches - before
+            then = self.method.then
             _logger.info("minibatch %d: method is now %s", self.minibatches, self.method.name)
-            for observer in observers:
-                observer.changed(self._rules, done)
-            return done
+            return self.minibatches - before
 
         return segments(batches, ends, lambda each: self._train(each, observers, keep), follow)
 
@@ -413,14 +394,12 @@ class Pipeline(Loops):
             ('spectrain', [3, 1])
         """
         self._refuse_in_run("change", changed=True)
-
         stages, replicas = self._executor.stages, self._executor.processes.replicas
 
         def made() -> list[AppliedMethod]:
             chosen = find_method(method)
-            # To passes, this is a method that changes.
-            now = replace(self.method, then=Phase(chosen, self.minibatches))
-            checked_passes(self._passes, now)
+            then = Phase(chosen, self.minibatches)
+            checked_passes(self._passes, replace(self.method, then=then))  # as of a hybrid
             trained = {s.index: s.weights.optimizer for s in stages if s.weights is not None}
             parts = self._applied.places[0].microbatches * replicas.counts[0]
             return applied(chosen, trained, parts, window, replicas, *self._clipping)
@@ -428,7 +407,7 @@ class Pipeline(Loops):
         agreed = self._agreed(made)
         with deferred():
             self._methods, self._since = agreed, self.minibatches
-            self._log()
+        self._log()
 
     def _agreed(self, make: Callable[[], list[AppliedMethod]]) -> list[AppliedMethod]:
         """Return the methods that are made, in all processes alike."""
@@ -437,7 +416,12 @@ class Pipeline(Loops):
     def _follow_method(self) -> None:
         """Let weights and edges follow the method that training has reached."""
         with deferred():
-            self._refuse_changed_flags()
+            try:
+                for stage in self._executor.stages:
+                    stage.check_flags()
+            except RuntimeError:
+                with self._executor.processes.during(self._executor.wires):  # tells the others
+                    raise
             now = self._applied
             self._executor.wires.follow(now)
             for stage in self._executor.stages:
@@ -453,15 +437,6 @@ class Pipeline(Loops):
                     weights.bind()
             for copy in self._copies:
                 copy.bind()
-
-    def _refuse_changed_flags(self) -> None:
-        try:
-            for stage in self._executor.stages:
-                stage.check_flags()
-        except RuntimeError:
-            # The other processes learn of it.
-            with self._executor.processes.during(self._executor.wires):
-                raise
 
     def _describe_stages(self) -> str:
         of, here = f"of {len(self._applied.places)}", [place.stage for place in self.places]
@@ -634,11 +609,6 @@ class Pipeline(Loops):
     def places(self) -> tuple[Place, ...]:
         """A ``Place`` per stage of this process, with its window under the present method."""
         return tuple(self._applied.places[stage.index] for stage in self._executor.stages)
-
-    @property
-    def _rules(self) -> list[Rules]:
-        like = next((weights.optimizer for weights in self._trained), None)
-        return [rules_at(self.method, place, like) for place in self._applied.places]
 
     def masters(self, bind: bool = False) -> dict[Tensor, Tensor]:
         """Return the master weights that ``master_dtype`` made wider, by parameter.

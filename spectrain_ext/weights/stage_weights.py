@@ -92,7 +92,7 @@ class StageWeights:
         bound = self.bound
         if bound:
             self.unbind()
-        self._rules = rules
+        self.rules = rules
         entry, self._place = places
         self.entry = partial(find_generator(schedule), entry)  # yields the instructions of stage 0
         # Whether a backward may use other weights than its forward.
@@ -157,7 +157,7 @@ class StageWeights:
         made = self._half = Storage(
             self.params,
             self.updater,
-            self._rules,
+            self.rules,
             master=self._has_master,
             master_dtype=self._master_dtype,
             versions=self._computing,
@@ -234,7 +234,7 @@ class StageWeights:
         storage, rates = self._bound, partial(_rates, self.updater, self.optimizer)
         storage.begin()
         self._scale_rates()
-        self.versions = Versions(self._rules, self._place, Entries(self.entry()), storage, rates)
+        self.versions = Versions(self.rules, self._place, Entries(self.entry()), storage, rates)
         named = self.module.named_parameters()
         learns: dict[Tensor, str] = {p: name for name, p in named if p.requires_grad}
         idle = self.versions.loads_nothing
