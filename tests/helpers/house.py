@@ -25,13 +25,13 @@ DOCUMENTED = {f"spectrain_ext.{name}" for name in ("cli.__main__", "operators.la
 
 #: Whoever gets below a ceiling lowers it. Raising one takes a sentence in CHANGELOG.md.
 CEILINGS = {
-    "package, lines": 32247,
+    "package, lines": 32232,
     "package, files": 146,
-    "core, lines": 12740,
+    "core, lines": 12714,
     "core, files": 58,
     "csrc, lines": 5266,
     "bench, lines": 8228,
-    "studies, lines": 5368,
+    "studies, lines": 5351,
     "tests, lines": 42480,
     "tests that import inner modules": 14,
     "manual, words": 30212,

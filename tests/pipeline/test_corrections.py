@@ -221,13 +221,6 @@ def test_what_is_zero_or_not_finite_is_not_braked():
         assert torch.equal(g, torch.full((3,), gradient))
 
 
-def test_each_phase_has_its_own_scope_which_is_logged(caplog):
-    """``oracle.cases`` has the results."""
-    caplog.set_level("INFO")
-    st.Pipeline(tanh_stages(3), sgd(), mse, "pipedream+1f1b@5", clip_norm=0.03)
-    assert "gradients are clipped by the norm of each stage, then all stages" in caplog.text
-
-
 @pytest.mark.parametrize(
     "method", [st.second_order(clip=recipe_clip), without("gpipe", clip=recipe_clip)]
 )
