@@ -25,8 +25,8 @@ from spectrain_ext.method import (
     delay_under,
     factor_of,
     find_method,
-    phase_places,
     phases_of,
+    phases_on,
     places_of,
     rules_at,
 )
@@ -89,7 +89,7 @@ class DelayedStage:
     averaged = False  # whether an update is followed by other weights
     # What passes ask of a stage and its run: all is in one stream, and nothing is skipped.
     reading = changing_gradients = staticmethod(lambda wide=False: torch.no_grad())
-    skips, trains, is_last = False, True, staticmethod(lambda i, j: True)
+    skips, trains, microbatches_of = False, True, staticmethod(lambda i: 1)
 
     def __init__(self, module: nn.Module, index: int) -> None:
         self.module, self.index = module, index
@@ -98,25 +98,25 @@ class DelayedStage:
             isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()
         )
 
-    def enter(
-        self, weights: StageWeights | None, place: Place, phase: Method, minibatches: int
-    ) -> None:
+    def enter(self, method: Method, places: Sequence[Place]) -> None:
         """Begin a phase of the method with the current weights as its first version."""
-        if self.weights is not None and self.weights.bound:
-            self.weights.end()
-            self.weights.unbind()
-        self.weights = weights
+        weights, place = self.weights, places[self.index]
+        if weights is not None and weights.bound:
+            weights.end()
+            weights.unbind()
         self._microbatches = range(place.microbatches)
         self.parts: list[_Part] = []
         self._met: dict[tuple[Kind, int, int], Content] = {}  # for the forwards and backwards ahead
-        self.late = delay_under(phase.schedule, place)
-        self.passes = [each.on(self, None) for each in phase.passes]
+        self.late = delay_under(method.schedule, place)
+        self.passes = [each.on(self, None) for each in method.passes]
         self._steps = [each.begin(self) for each in self.passes]
         if weights is None:
             return
+        rules = rules_at(method, place, weights.optimizer)
+        weights.follow(rules, (places[0], place), method.schedule)
         weights.bind()
-        weights.begin(minibatches)
-        self._actions: Iterator[Instruction] = find_generator(phase.schedule)(place)
+        weights.begin(factor_of(method, place))
+        self._actions: Iterator[Instruction] = find_generator(method.schedule)(place)
         self._peeked: tuple[Instruction, ...] = ()
         self._storage, self._versions = weights._bound, weights.versions
         self._own: list[VersionBuffer] = []  # for parts whose backward uses other weights
@@ -238,11 +238,11 @@ class DelayedStage:
             self._storage.point(self._storage.true)
 
 
-def uniform_places(method: Method, stages: int, delay: int) -> list[list[Place]]:
-    """Return the places, by phase, of stages that are all like the first of delay + 1 stages."""
+def uniform_places(method: Method, stages: int, delay: int) -> list[tuple[Method, list[Place]]]:
+    """Return ``phases_on`` stages that are all like the first of delay + 1 stages."""
     late = [Place(0, delay + 1, delay + 1, latest=delay)] * stages
     return [
-        places_of(phase, stages, 1) if flushes(phase.schedule) else late
+        (phase, places_of(phase, stages, 1) if flushes(phase.schedule) else late)
         for phase in phases_of(method)
     ]
 
@@ -294,37 +294,25 @@ class Delayed:
         self.minibatches = 0
         n = len(stages)
         if delay is None:
-            of_phases = phase_places(self.method, n, microbatches)
+            self._phases = phases_on(self.method, n, microbatches)
         else:
-            of_phases = uniform_places(self.method, n, delay)
-        phases = [*zip(phases_of(self.method), of_phases, strict=True)]
-        weights: list[list[StageWeights | None]] = [[] for _ in phases]
-        for k, module in enumerate(stages):
+            self._phases = uniform_places(self.method, n, delay)
+        for k, (module, stage) in enumerate(zip(stages, self.stages, strict=True)):
             params = [p for p in module.parameters() if p.requires_grad and p not in borrowed]
-            made = optimizer(params) if params else None
-            scheduled = None if made is None or scheduler is None else scheduler(made)
-            factor = factor_of([(phase, places[k]) for phase, places in phases])
-            for (phase, places), of_stages in zip(phases, weights, strict=True):
-                if made is None:
-                    of_stages.append(None)
-                    continue
-                rules = rules_at(phase, places[k], made)
-                check_optimizer(phase, rules, k, made)
-                both = places[0], places[k]
-                of_stages.append(
-                    StageWeights(
-                        module, made, scheduled, rules, both, phase.schedule, factor=factor
-                    )
-                )
-        self._phases = [(*phase, each) for phase, each in zip(phases, weights, strict=True)]
+            if not params:
+                continue
+            made = optimizer(params)
+            for phase, places in self._phases:
+                check_optimizer(phase, rules_at(phase, places[k], made), k, made)
+            stage.weights = StageWeights(module, made, scheduler and scheduler(made))
         self._enter()
 
     def _enter(self) -> None:
-        self._phase, places, weights = self._phases.pop(0)
+        self._phase, places = self._phases.pop(0)
         own = self._phase.clip
         self._norms = [self._clip_norm or (own and own(place)) for place in places]
-        for stage, place, each in zip(self.stages, places, weights, strict=True):
-            stage.enter(each, place, self._phase, self.minibatches)
+        for stage in self.stages:
+            stage.enter(self._phase, places)
 
     def train_on(self, value: Tensor, target: Tensor) -> Tensor:
         """Train on one minibatch, one update of every stage; return its loss, 0-d and detached."""

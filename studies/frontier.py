@@ -14,7 +14,7 @@ from rich.table import Table
 
 from spectrain_ext.extras import picture
 from spectrain_ext.files import finite, replace_file
-from spectrain_ext.method import delay_under, phase_places, phases_of
+from spectrain_ext.method import delay_under, phases_of, phases_on
 from spectrain_ext.schedule import flushes
 from spectrain_ext.tools.commands.options import plain_table
 
@@ -171,10 +171,9 @@ def _delay(cell: Cell) -> int:
     """Return the largest delay of a forward in any phase, in updates."""
     asked, n = contender(cell.contender), cell.settings.stages
     if asked.uniform:
-        found = uniform_places(asked.method, n, n - 1)
+        phases = uniform_places(asked.method, n, n - 1)
     else:
-        found = phase_places(asked.method, n, cell.microbatches // asked.replicas)
-    phases = zip(phases_of(asked.method), found, strict=True)
+        phases = phases_on(asked.method, n, cell.microbatches // asked.replicas)
     return max(delay_under(phase.schedule, place) for phase, places in phases for place in places)
 
 

@@ -114,24 +114,36 @@ class SamplerState(Item):
 
 
 class Training(Item):
-    """A pipeline's numbers of minibatches, and the phase of its method."""
+    """A pipeline's numbers of minibatches, and since which one it has its method."""
 
     what = "the progress of training"
 
     def __init__(self, pipe: Pipeline) -> None:
         self._pipe = pipe
 
-    def state(self) -> dict[str, int]:
-        pipe, stage = self._pipe, self._pipe._executor.stages[0]
-        return {"minibatches": pipe.minibatches, "phase": pipe.phase, "undone": stage.undone}
+    def state(self) -> dict[str, Any]:
+        pipe, undone = self._pipe, self._pipe._executor.stages[0].undone
+        numbers = {"minibatches": pipe.minibatches, "since": pipe._reached()[1], "undone": undone}
+        return {"method": pipe.method.name, **numbers}
 
     def match(self, body: Json) -> Any:
         """Return the progress; a module's checkpoint has only ``save``'s argument."""
         return body["training"] or {"undone": 0, "minibatches": body["minibatches"]}
 
     def put(self, state: Any) -> None:
-        self._pipe.minibatches = state["minibatches"]
-        for stage in self._pipe._executor.stages:
+        pipe, name, since = self._pipe, state.get("method"), state.get("since", 0)
+        pipe.minibatches = state["minibatches"]
+        if pipe.method.name != name:
+            if since:
+                warnings.warn(
+                    f"the training was saved under method {name!r}, since minibatch {since}, and "
+                    f"goes on under the pipeline's own, {pipe.method.name!r}; to go on as it was, "
+                    "call change of the pipeline before you load",
+                    stacklevel=2,
+                )
+            since = min(pipe._since, pipe.minibatches)
+        pipe._since = since
+        for stage in pipe._executor.stages:
             stage.continue_after(state["undone"])
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from torch import Tensor, nn
 
-from spectrain_ext.method import Method, factor_of, phases_of, rules_at
+from spectrain_ext.method import factor_of, rules_at
 from spectrain_ext.pipeline.arguments import check_order
+from spectrain_ext.pipeline.course import AppliedMethod, max_norm_at
 from spectrain_ext.pipeline.evaluation import digest_of
 from spectrain_ext.pipeline.names import bare, full_names
-from spectrain_ext.pipeline.phases import max_norms_of
 from spectrain_ext.pipeline.stage import Stage
 from spectrain_ext.pipeline.ties import (
     Copy,
@@ -23,7 +23,7 @@ from spectrain_ext.pipeline.ties import (
     names_of,
     ties_of,
 )
-from spectrain_ext.schedule import Place, Replicas
+from spectrain_ext.schedule import Replicas, name_of
 from spectrain_ext.weights.storage import local_part
 
 from .board import Board
@@ -40,41 +40,37 @@ _REMEDIES = {
 # Every rank calls each of these, with the same outcome on all.
 
 
-def compare_settings(
-    board: Board, settings: Mapping[str, object], own: Mapping[str, object]
-) -> list[dict[str, Any]]:
-    """Exchange settings, which must be equal on all ranks, and own values; return both by rank."""
-    of_ranks = board.exchange_json("meeting", {**settings, **own})
-    mine = of_ranks[board.rank]
-    for r, theirs in enumerate(of_ranks):
-        for name in settings:
-            if theirs.get(name) != mine[name]:
-                raise ValueError(
-                    f"{name}: rank {board.rank} has {mine[name]!r} and rank {r} has "
-                    f"{theirs.get(name)!r}; all must have the same"
-                )
-    return of_ranks
+def check_equal(of_ranks: Sequence[Mapping[str, Any]], rank: int, names: Iterable[str]) -> None:
+    """Raise ValueError unless all ranks have the same settings of these names."""
+    mine = of_ranks[rank]
+    for (r, theirs), name in product(enumerate(of_ranks), names):
+        if theirs.get(name) != mine[name]:
+            raise ValueError(
+                f"{name}: rank {rank} has {mine[name]!r} and rank {r} has {theirs.get(name)!r}; "
+                "all must have the same"
+            )
 
 
-def rules_to_compare(method: Method, of_phases: Sequence[Sequence[Place]]) -> dict[str, object]:
-    """Return what a method's rules give for every stage, as JSON values that ranks compare."""
+def rules_to_compare(methods: Sequence[AppliedMethod]) -> dict[str, object]:
+    """Return what methods' rules give for every stage, as JSON values that ranks compare."""
     found: dict[str, object] = {}
-    for n, (phase, places) in enumerate(zip(phases_of(method), of_phases, strict=True)):
-        own, then = replace(phase, then=None), phase.then
-        factors = [factor_of([(own, place)]) for place in places]
+    for n, (method, places, _, _) in enumerate(methods):
+        factors = [factor_of(method, place) for place in places]
         said: dict[str, list[Any]] = {
-            "otherwise": [phase.otherwise],
-            "clip": [*max_norms_of(phase, places, None)],
+            "schedule": [name_of(method.schedule)],
+            "otherwise": [method.otherwise],
+            "clip": [max_norm_at(method, place, None) for place in places],
             # Functions are compared by their results.
             "rates": [f and f(update) for f in factors for update in (0, 1)],
-            "then": [] if then is None else [then.after],
-            "passes": [*map(repr, phase.passes)],
+            "then": [method.then and method.then.after],
+            "passes": [*map(repr, method.passes)],
         }
-        rules = [vars(rules_at(phase, place)) for place in places]
+        rules = [vars(rules_at(method, place)) for place in places]
         for field in rules[0]:
             values = (rule[field] for rule in rules)
             said[field] = [(v(1), v(2)) if field == "law" and callable(v) else v for v in values]
-        where = f"{phase.name!r}{f', phase {n}' if n else ''}"
+        where = f"{method.name!r}{f', phase {n}' if n else ''}"
+        found[f"window of {where}"] = [place.window for place in places]
         for field, each in said.items():
             found[f"method: {field} of {where}"] = [
                 v if v is None or isinstance(v, (str, int, float)) else _shown(v) for v in each

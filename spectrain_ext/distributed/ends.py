@@ -111,13 +111,21 @@ class _End:
         self._thread = new_stream(f"{does} thread of {link.name}", _CPU)
         self._peer = dist.get_group_rank(link.host, link.peer)
         self._pinned = link.staged and device.type == "cuda"
-        in_frame = device.type == "cpu" and not link.staged
-        self._ring = deque(
-            _Framed(f"{link.name}, slot {q}", self.stream, user or self._thread, in_frame)
-            for q in range(depth)
-        )
+        self._user = user or self._thread
+        # Shared by all slots of a sender: one message is staged at a time.
+        self._packed = FlatMemory() if link.staged and not user else None
+        self._ring = deque[_Framed]()
+        self.deepen(depth)
         self.connection_guard = ConnectionGuard(board, (self._other,), link.name)
         self._capacity = 0  # bytes of a posted frame for the body
+
+    def deepen(self, depth: int) -> None:
+        """Have room for at least so many messages, here and at the other end; between two runs."""
+        in_frame = self.target.type == "cpu" and not self.link.staged
+        for q in range(len(self._ring), depth):
+            name = f"{self.link.name}, slot {q}"
+            self._ring.append(_Framed(name, self.stream, self._user, in_frame))
+            self._ring[-1].memory = self._packed or self._ring[-1].memory
 
 
 class RemoteReceiver(_End):
@@ -133,7 +141,6 @@ class RemoteReceiver(_End):
         self, link: RemoteEdge, device: torch.device, receiver: Stream, depth: int, board: Board
     ) -> None:
         super().__init__(link, device, depth, board, receiver)
-        self._receiver = receiver
         self._landed = self._thread.event()
         self._heard = 0  # messages
         self._layouts: list[Layout] = []
@@ -248,7 +255,7 @@ class RemoteReceiver(_End):
                 if not self.link.by_host:
                     self._receive_on_device(slot)
             copy.record(slot.arrived)
-        self._receiver.wait(slot.arrived)
+        self._user.wait(slot.arrived)
         slot.message = slot.layout.message(slot.memory.views(slot.layout))
         return slot
 
@@ -267,7 +274,7 @@ class RemoteReceiver(_End):
 
     def free(self, slot: Slot) -> None:
         assert isinstance(slot, _Framed)
-        self._receiver.record(slot.free)
+        self._user.record(slot.free)
         slot.message = NO_MESSAGE
         with self.connection_guard:  # with a broken connection, gloo refuses buffers
             self._recycle(slot)
@@ -280,10 +287,6 @@ class RemoteSender(_End):
 
     def __init__(self, link: RemoteEdge, device: torch.device, depth: int, board: Board) -> None:
         super().__init__(link, device, depth, board, None)
-        if link.staged:
-            packed = FlatMemory()  # shared by all slots: one message is staged at a time
-            for slot in self._ring:
-                slot.memory = packed
         self._sent = self.sent_bytes = 0
         self._kinds: dict[object, tuple[int, Layout, int]] = {}  # number, layout, bytes
 

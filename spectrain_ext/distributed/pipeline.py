@@ -28,6 +28,7 @@ from spectrain_ext.pipeline.passes import Pass, checked_passes
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.schedule import Replicas
 
+from .agreement import check_equal
 from .board import Board
 from .mesh import layout_of, members_of
 from .ranks import Ranks
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
     from spectrain_ext.method import MethodName, Window
-    from spectrain_ext.pipeline.phases import ClipScope
+    from spectrain_ext.pipeline.course import AppliedMethod, ClipScope
 
 _made: Counter[tuple[int, ...]] = Counter()
 
@@ -225,6 +226,17 @@ class DistributedPipeline(Pipeline):
         if all_of_them and self.ranks > 1 and (share := share_of(batches)) is not None:
             raise ValueError(_needs_all(*share))
         return checked_batches(batches)
+
+    def _agreed(self, make: Callable[[], list[AppliedMethod]]) -> list[AppliedMethod]:
+        made: list[AppliedMethod] = []
+
+        def terms() -> dict[str, object]:
+            made.extend(make())
+            return self._processes.terms(made)
+
+        of_ranks = self._gather_from_ranks(terms, "changing the method")
+        check_equal(of_ranks, self.rank, of_ranks[self.rank])
+        return made
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

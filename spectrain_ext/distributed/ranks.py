@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spectrain_ext.cutting import cut_of
-from spectrain_ext.method import Method, check_replicas, phases_of
+from spectrain_ext.method import check_replicas
 from spectrain_ext.passes import ShareLoss
 from spectrain_ext.pipeline.arguments import check_trains
+from spectrain_ext.pipeline.course import AppliedMethod, check_hidden, hidden_use
 from spectrain_ext.pipeline.edges import Traffic
 from spectrain_ext.pipeline.losses import Result, mean_of
 from spectrain_ext.pipeline.passes import Handler, Pass
-from spectrain_ext.pipeline.phases import check_hidden, hidden_use, widest
 from spectrain_ext.pipeline.processes import Depth, Ends, Processes
 from spectrain_ext.pipeline.run import Run
 from spectrain_ext.pipeline.stage import Stage
@@ -27,14 +27,14 @@ from spectrain_ext.pipeline.stage_run import StageRun
 from spectrain_ext.pipeline.tie_ends import bring_true
 from spectrain_ext.pipeline.ties import Copy, TiedStages, look_of
 from spectrain_ext.pipeline.wires import Wires
-from spectrain_ext.schedule import Generator, Instruction, Kind, Place, name_of
+from spectrain_ext.schedule import Generator, Instruction, Kind, Place
 from spectrain_ext.schedule.order import device_order
 
 from .agreement import (
     agreed_ties,
     check_cut,
+    check_equal,
     check_equal_start,
-    compare_settings,
     rules_to_compare,
     start_of,
 )
@@ -80,11 +80,9 @@ class Ranks(Processes):
     def connect(
         self,
         stages: Sequence[Stage],
-        of_phases: Sequence[list[Place]],
-        method: Method,
+        methods: Sequence[AppliedMethod],
         copies: Sequence[Copy],
         counted: bool,
-        exchanges_norms: bool,
     ) -> Sequence[TiedStages]:
         """Compare settings with the other ranks and open links; every rank calls this."""
         board, replicas, first = self._board, self.replicas, stages[0]
@@ -92,38 +90,29 @@ class Ranks(Processes):
         if len({stage.device for stage in stages}) > 1:
             where = ", ".join(str(stage.device) for stage in stages)
             raise ValueError(f"stage: the stages of a rank must be on one device, got {where}")
-        places = widest(of_phases)
-        if not self.own_minibatches:
-            check_replicas(method, of_phases, replicas, self._given_passes)
-        of_ranks = compare_settings(
-            board,
-            {
-                "stage": f"{len(stages)} stages",
-                "replicas": list(replicas.counts),
-                "method": method.name,
-                "schedule": ", ".join(name_of(phase.schedule) for phase in phases_of(method)),
-                "microbatches": places[0].microbatches * replicas.counts[0],
-                "window": [each.window for each in places],
-                **rules_to_compare(method, of_phases),
-                "device": first.device.type,
-                "count": "given" if counted else "none",
-                "clip_norm": self._clip_norm if exchanges_norms else None,
-                "group": "a mesh with 'tp'" if self.sharded else "whole stages",
-                "passes": repr(self._given_passes),
-                **self._settings,
+        settings = {
+            "stage": f"{len(stages)} stages",
+            "replicas": list(replicas.counts),
+            **self.terms(methods),
+            "device": first.device.type,
+            "count": "given" if counted else "none",
+            "group": "a mesh with 'tp'" if self.sharded else "whole stages",
+            "passes": repr(self._given_passes),
+            **self._settings,
+        }
+        own = {
+            "copies": [[*copy.member, look_of(copy.held)] for copy in copies],
+            "cut": [[s.index, cut_of(s.module).place] for s in stages],
+            "hidden": hidden_use(s.weights for s in stages),
+            "trains": any(stage.weights is not None for stage in stages),
+            "start": {
+                str(stage.index): start_of(stage, self._of_stage, replicas.dealt)
+                for stage in (stages if replicas.dealt or self.sharded else ())
             },
-            {
-                "copies": [[*copy.member, look_of(copy.held)] for copy in copies],
-                "cut": [[s.index, cut_of(s.module).place] for s in stages],
-                "hidden": hidden_use(s.weights for s in stages),
-                "trains": any(stage.weights is not None for stage in stages),
-                "start": {
-                    str(stage.index): start_of(stage, self._of_stage, replicas.dealt)
-                    for stage in (stages if replicas.dealt or self.sharded else ())
-                },
-                "gpu": gpu_of(first.device),
-            },
-        )
+            "gpu": gpu_of(first.device),
+        }
+        of_ranks = board.exchange_json("meeting", {**settings, **own})
+        check_equal(of_ranks, board.rank, settings)
         check_cut(of_ranks, replicas)
         check_trains(rank["trains"] for rank in of_ranks)
         firsts = (replicas.ranks_of(k)[0] for k in range(replicas.stages))
@@ -148,6 +137,18 @@ class Ranks(Processes):
             )
         return ties
 
+    def terms(self, methods: Sequence[AppliedMethod]) -> dict[str, object]:
+        """Return what all ranks must have in common under these methods, as JSON values."""
+        for each in methods if not self.own_minibatches else ():
+            check_replicas(each.method, each.places, self.replicas, self._given_passes)
+        globally = any(each.globally for each in methods)
+        return {
+            "method": methods[0].method.name,
+            "microbatches": methods[0].places[0].microbatches * self.replicas.counts[0],
+            **rules_to_compare(methods),
+            "clip_norm": self._clip_norm if globally else None,
+        }
+
     @property
     def all_ranks(self) -> RankGroup:
         return self._links.all_ranks
@@ -159,7 +160,7 @@ class Ranks(Processes):
         made: dict[Ends, Any] = {}
         for link in self._links.evaluating() if evaluates else self._links.edges:
             a, b = link.stages
-            slots = depth(link.what, a, b)
+            slots = depth(link.ends)
             if link.sender == board.rank:
                 made[link.ends] = RemoteSender(link, stages[a].device, slots, board)
             else:

@@ -17,12 +17,11 @@ from .registry import (
 from .stages import (
     check_optimizer,
     microbatches_of,
-    phase_places,
+    phases_on,
     places_of,
-    put_off_by,
     rules_at,
 )
-from .value import Method, Phase, Window, chunks_of, factor_of, phases_of
+from .value import Method, Phase, Window, factor_of, phases_of
 
 if TYPE_CHECKING:
     from .preview import check, in_words
@@ -36,7 +35,6 @@ __all__ = [
     "check",
     "check_optimizer",
     "check_replicas",
-    "chunks_of",
     "delay",
     "delay_under",
     "factor_of",
@@ -47,11 +45,10 @@ __all__ = [
     "methods",
     "microbatches_of",
     "numbers_of",
-    "phase_places",
     "phases_of",
+    "phases_on",
     "pipemare",
     "places_of",
-    "put_off_by",
     "recipe_clip",
     "rules_at",
     "second_order",

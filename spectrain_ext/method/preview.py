@@ -12,8 +12,8 @@ from spectrain_ext.schedule import Place, Replicas
 
 from .formulas import delay_under
 from .registry import MethodName, find_method
-from .stages import check_optimizer, family_of, microbatches_of, phase_places, rules_at
-from .value import Method, Window, phases_of, rate_at
+from .stages import check_optimizer, family_of, microbatches_of, phases_on, rules_at
+from .value import Method, Window, rate_at
 
 
 def check(
@@ -31,16 +31,15 @@ def check(
         replicas = Replicas(replicas)
     if microbatches == "auto":
         microbatches = microbatches_of(method, stages, replicas)
-    of_phases = phase_places(method, stages, microbatches, window, replicas)
-    for phase, places in zip(phases_of(method), of_phases, strict=True):
+    for phase, places in phases_on(method, stages, microbatches, window, replicas):
         for place in places:
             rules = rules_at(phase, place, optimizer)
             if optimizer is not None:
                 check_optimizer(phase, rules, place.stage, optimizer)
-    if replicas is not None:
-        from .refusals import check_replicas
+        if replicas is not None:
+            from .refusals import check_replicas
 
-        check_replicas(method, of_phases, replicas)
+            check_replicas(phase, places, replicas)
 
 
 _BACKWARDS = {

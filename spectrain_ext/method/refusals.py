@@ -27,7 +27,7 @@ from spectrain_ext.schedule import (
 from spectrain_ext.schedule.order import check_generator
 
 from .formulas import WINDOWS, delay_under, none
-from .value import FAMILIES, Method, Window, named, phases_of, rate_at
+from .value import FAMILIES, Method, Window, named, rate_at
 
 
 def check_value(method: Method, place: Place, field: str, value: object, least: int) -> None:
@@ -142,19 +142,18 @@ def _check_deadlocks(windows: Sequence[int], replicas: Replicas) -> None:
 
 def check_replicas(
     method: Method,
-    of_phases: Sequence[Sequence[Place]],
+    places: Sequence[Place],
     replicas: Replicas,
-    passes: Sequence[Any] = (),  # of all phases, beside their own
+    passes: Sequence[Any] = (),  # beside the method's own
 ) -> None:
     """Refuse replicas of late stages whose gradients passes cannot use summed."""
-    for phase, places in zip(phases_of(method), of_phases, strict=True):
-        reason = next((each.alone for each in (*passes, *phase.passes) if each.alone), None)
-        for place, count in zip(places, replicas.counts, strict=True):
-            if reason and count > 1 and delay_under(phase.schedule, place):
-                raise ValueError(
-                    f"replicas: method {phase.name!r} {reason}; expected one replica of stage "
-                    f"{place.stage}, got {count}"
-                )
+    reason = next((each.alone for each in (*passes, *method.passes) if each.alone), None)
+    for place, count in zip(places, replicas.counts, strict=True):
+        if reason and count > 1 and delay_under(method.schedule, place):
+            raise ValueError(
+                f"replicas: method {method.name!r} {reason}; expected one replica of stage "
+                f"{place.stage}, got {count}"
+            )
 
 
 # Methods of your own.

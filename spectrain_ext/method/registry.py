@@ -118,6 +118,7 @@ def hybrid(
         begin,
         name=f"{begin.name}+{end.name}@{after}",
         summary=f"{begin.name}, then {end.name}",
+        chunks=max(begin.chunks, end.chunks),
         then=Phase(end, after),
     )
     phases_of(both)  # raises

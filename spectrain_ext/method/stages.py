@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from math import lcm
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 import torch
 
 from spectrain_ext.operators.laws import Horizon, SecondOrder, law_named
-from spectrain_ext.schedule import Place, Replicas, Rules, find_generator, flushes, put_off
+from spectrain_ext.schedule import Place, Replicas, Rules, find_generator, flushes
 
 from .formulas import WINDOWS, WINDOWS_OF_SCHEDULES, delay_under
 from .registry import is_registered
@@ -61,20 +60,23 @@ def _window_of(method: Method) -> WindowRule:
     return rule
 
 
-def phase_places(
+def phases_on(
     method: Method,
     stages: int,
     microbatches: int,
     window: Window = None,
     replicas: Replicas | None = None,
-) -> list[list[Place]]:
-    """Return ``places_of`` each phase; a window applies to phases that do not flush."""
+) -> list[tuple[Method, list[Place]]]:
+    """Return the method and those that it changes to, in order, each with its places.
+
+    A window applies to those that do not flush.
+    """
     phases = phases_of(method)
-    flushing = [flushes(phase.schedule) for phase in phases]
-    windows = [None if each and not all(flushing) else window for each in flushing]
+    all_flush = all(flushes(phase.schedule) for phase in phases)
     return [
-        places_of(phase, stages, microbatches, chosen, replicas)
-        for phase, chosen in zip(phases, windows, strict=True)
+        (phase, places_of(phase, stages, microbatches, own, replicas))
+        for phase in phases
+        for own in [None if flushes(phase.schedule) and not all_flush else window]
     ]
 
 
@@ -91,11 +93,6 @@ def microbatches_of(method: Method, stages: int, replicas: Replicas | None = Non
             most = max(most, number)
     multiple = 1 if replicas is None else lcm(*replicas.counts)
     return -(-most // multiple) * multiple
-
-
-def put_off_by(method: Method, places: Sequence[Place]) -> list[int]:
-    """Return ``put_off`` of every stage, the most of all phases."""
-    return [max(put_off(p.schedule, place) for p in phases_of(method)) for place in places]
 
 
 # Rules.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from itertools import starmap
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from spectrain_ext.errors import check_int
 from spectrain_ext.operators import laws
 from spectrain_ext.schedule import Backward, Generator, Law, Place, Reads, ScheduleName
 
@@ -98,7 +98,7 @@ class Method:
         otherwise: the law of a stage whose optimizer has no momentum for ``law``, over horizon plus
             lead; None: refuse such an optimizer.
         chunks: the default number v of stages on a device: stage k of N is on device k mod
-            ceil(N/v).
+            ceil(N/v). A method that changes has one for all its phases.
         then: the next method in the course of training; None: none.
 
     Example:
@@ -151,16 +151,9 @@ def phases_of(method: Method) -> tuple[Method, ...]:
         where = named(phases[-1], "then")
         if not isinstance(then, Phase) or not isinstance(then.method, Method):
             raise TypeError(f"{where}: expected a Phase with a Method, got {then!r}")
-        if isinstance(then.after, bool) or not isinstance(then.after, int):
-            raise TypeError(f"{where}: after: expected an int, got {then.after!r}")
-        if then.after < 0:
-            raise ValueError(f"{where}: after: expected at least 0, got {then.after}")
+        check_int(f"{where}: after", then.after, 0)
         phases.append(then.method)
     return tuple(phases)
-
-
-def chunks_of(method: Method) -> int:
-    return max(phase.chunks for phase in phases_of(method))
 
 
 def correction_at(method: Method, place: Place) -> Corrected | None:
@@ -179,28 +172,16 @@ def correction_at(method: Method, place: Place) -> Corrected | None:
 
 
 def rate_at(method: Method, place: Place, update: int) -> float:
-    """Return the factor of ``rates`` at an update, counted from the phase's first."""
+    """Return the factor of ``rates`` at an update, counted from the method's first."""
     return 1.0 if method.rates is None else method.rates(as_late(method.schedule, place), update)
 
 
-def factor_of(phases: Sequence[tuple[Method, Place]]) -> Callable[[int], float] | None:
-    """Return the factor on learning rates as a function of the update; None: always 1."""
-    if not any(starmap(_changes_rates, phases)):
-        return None
-
-    def factor(update: int) -> float:
-        begun = n = 0
-        while (then := phases[n][0].then) and update >= then.after:
-            begun, n = max(begun, then.after), n + 1
-        return rate_at(*phases[n], update - begun)
-
-    return factor
-
-
-def _changes_rates(method: Method, place: Place) -> bool:
+def factor_of(method: Method, place: Place, done: int = 0) -> Callable[[int], float] | None:
+    """Return the factor on learning rates, by update after ``done`` others; None: always 1."""
+    changes = method.rates is not None
     if isinstance(method.rates, RatesByDelay):
-        return delay(as_late(method.schedule, place)) > 1
-    return method.rates is not None
+        changes = delay(as_late(method.schedule, place)) > 1
+    return (lambda update: rate_at(method, place, done + update)) if changes else None
 
 
 def named(method: Method, field: str, place: Place | None = None) -> str:

@@ -21,7 +21,7 @@ def described(pipe: Any) -> str:
     kind = type(pipe).__name__
     if "_executor" not in vars(pipe):
         return f"{kind}(its constructor has not ended)"
-    executor, phase = pipe._executor, pipe._entered
+    executor, now = pipe._executor, pipe._applied
     stages, running = executor.stages, executor.running
     head = [pipe._describe_stages()]
     if "rank" in vars(pipe):
@@ -29,11 +29,11 @@ def described(pipe: Any) -> str:
     head.append(f"minibatches: {pipe.minibatches + running * executor.begun}")
     head += ["in a run"] * running
     like = next((weights.optimizer for weights in pipe._trained), None)
-    method = textwrap.wrap(in_words(phase.method, phase.places, like), 100)
+    method = textwrap.wrap(in_words(now.method, now.places, like), 100)
     rows: list[tuple[str, ...]] = [_HEADING]
     for stage, place, memory in zip(stages, pipe.places, pipe.predicted_memory(), strict=True):
         size = sum(p.numel() for p in stage.module.parameters())
-        late, mib = delay_under(phase.method.schedule, place), f"{memory.weight_bytes / 2**20:.3g}"
+        late, mib = delay_under(now.method.schedule, place), f"{memory.weight_bytes / 2**20:.3g}"
         numbers = place.window, late, memory.versions, mib
         rows.append((*map(str, (stage.index, stage.device, f"{size:,}", *numbers)), _range(stage)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from spectrain_ext.errors import placed
+from spectrain_ext.method import find_method
 from spectrain_ext.schedule import Place, Replicas
 from spectrain_ext.weights.storage import whole
 
 from .batch import SplitDim, microbatches_in, samples_in, sides_of
+from .course import AppliedMethod
 from .edges import SourceSettings
 from .executor import Executor
 from .wires import Wires
@@ -58,7 +60,7 @@ def _one_replica_works(pipe: Any, stateful: bool) -> bool:
     return differ or (replicas.counts[-1] > 1 and any(one for one, _ in of_ranks))
 
 
-def evaluator_of(executor: Executor, batches: SourceSettings) -> tuple[Executor, list[Place]]:
+def evaluator_of(executor: Executor, batches: SourceSettings) -> Executor:
     """Return an executor that runs forwards of a pipeline's stages, on edges of its own."""
     replicas = executor.processes.replicas
     parts = [lcm(*replicas.counts) // count for count in replicas.counts]
@@ -69,12 +71,12 @@ def evaluator_of(executor: Executor, batches: SourceSettings) -> tuple[Executor,
         Place(k, replicas.stages, (2 * (replicas.stages - k) - 1) * part, part)
         for k, part in enumerate(parts)
     ]
+    applied = AppliedMethod(find_method("vanilla"), places, [None] * len(places), False)
     wires = Wires(
-        *(executor.stages, places, [1] * len(places), executor.processes, batches),
-        *executor.wires.tied,
+        *(executor.stages, applied, executor.processes, batches, *executor.wires.tied),
         evaluates=True,  # parts are whole batches of any size
     )
-    return Executor(executor.stages, wires, executor.processes), places
+    return Executor(executor.stages, wires, executor.processes)
 
 
 def minibatches(batches: Iterable[object], replicas: Replicas, alone: bool) -> Iterator[object]:

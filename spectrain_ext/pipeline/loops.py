@@ -15,7 +15,6 @@ from torch import nn
 
 from spectrain_ext.cutting import cut_of
 from spectrain_ext.peers import Peers
-from spectrain_ext.schedule import Place, find_generator
 
 from .batch import without_dropped_columns
 from .compute import Mode
@@ -34,7 +33,6 @@ class Loops(nn.Module):
     _executor: Executor
     _evaluator: Executor | None = None  # made by the first evaluation; its edges are kept
     _batches: SourceSettings
-    _places_of_evaluations: list[Place]
     devices: tuple[torch.device, ...]
     run: Callable[..., Any]
     check_drained: Callable[[str], None]
@@ -108,10 +106,8 @@ class Loops(nn.Module):
         if self._evaluator is None:
             from .evaluation import evaluator_of
 
-            made = evaluator_of(self._executor, self._batches)
-            self._evaluator, self._places_of_evaluations = made
-        mode = Mode.EVALUATE if evaluates else Mode.CALL
-        work = Work(mode, self._places_of_evaluations, find_generator("1f1b-async"), measure)
+            self._evaluator = evaluator_of(self._executor, self._batches)
+        work = Work(Mode.EVALUATE if evaluates else Mode.CALL, measure)
         for _ in self._evaluator.run(self._with_columns(batches, several=True), work):
             pass
 

@@ -69,16 +69,10 @@ class Observer:
             devices: those of the stages of this process.
         """
 
-    def changed(self, rules: Sequence[Rules], minibatches: int) -> None:
-        """Called when the next phase of the method begins; ``watch`` is called again afterwards.
-
-        Args:
-            rules: which weights every stage computes with from here on.
-            minibatches: in this run so far; actions count from 0 again.
-        """
-
     def watch(self, run: StageRun, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
         """Return the handlers that run a stage's actions, in place of the given ones.
+
+        Called again when the method changes; actions count from 0 again then.
 
         Args:
             run: one stage in this run; ``run.stage`` is the stage.

@@ -6,7 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from itertools import takewhile
+from dataclasses import replace
 from operator import itemgetter, methodcaller
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 from weakref import ref
@@ -19,16 +19,15 @@ from spectrain_ext.interrupts import deferred
 from spectrain_ext.method import (
     Method,
     MethodName,
+    Phase,
     Window,
     delay_under,
     find_method,
-    phase_places,
-    phases_of,
-    put_off_by,
+    rules_at,
 )
 from spectrain_ext.optim.guards import refuse_call
 from spectrain_ext.rng import StageRandom
-from spectrain_ext.schedule import Place, Replicas, Rules, find_generator, flushes
+from spectrain_ext.schedule import Place, Replicas
 from spectrain_ext.threads import warn_of_threads
 from spectrain_ext.transport import callers_stream
 from spectrain_ext.transport.message import each
@@ -50,13 +49,13 @@ from .arguments import (
 )
 from .batch import SplitDim, sides_of
 from .compute import Mode
+from .course import AppliedMethod, ClipScope, applied, weights_of
 from .edges import SourceSettings
 from .executor import Executor, keeping
 from .loops import Loops, checked_batches, warn_unless_begun
 from .losses import Keep, LossFn, Result
 from .names import use_model_names
 from .passes import Pass, checked_passes, hooks
-from .phases import ClipScope, TrainingPhase, set_up, widest
 from .processes import Processes
 from .run import Work
 from .stage import Stage
@@ -100,7 +99,6 @@ class Pipeline(Loops):
         passes: optional behaviours, of ``spectrain_ext.passes`` or your own, in order.
 
     Attributes:
-        method: the Method.
         devices: a device per stage.
         minibatches: how many have begun, in all runs.
 
@@ -159,39 +157,41 @@ class Pipeline(Loops):
                 devices_of(modules) if devices is None else checked_devices(devices, len(modules))
             )
             parts = checked_microbatches(microbatches, chosen, replicas)
-            of_phases = phase_places(chosen, replicas.stages, parts, window, replicas)
+            self._clipping = clip_norm, clip_scope
             check_master_dtype(master_dtype, modules)
             check_recompute(recompute)
             sides_of(split_dim)
             check_loss_fn(loss_fn, parts, count)
             check_functions(optimizer, loss_fn, scheduler)
-            self._phases, made = set_up(
-                *(chosen, of_phases, here, self._copies, optimizer, scheduler, master_dtype),
-                *(clip_norm, clip_scope),
-            )
-            self.method, self.devices = chosen, tuple(where)
-            self.minibatches = 0
+            made = weights_of(here, self._copies, optimizer, scheduler, master_dtype)
+            optimizers = {k: w.optimizer for k, w in zip(here, made, strict=True) if w is not None}
+            self._methods = applied(chosen, optimizers, parts, window, replicas, *self._clipping)
+            self._since = 0  # minibatches of training before the first of them
+            self.minibatches, self.devices = 0, tuple(where)
             if len(here) == replicas.stages:
                 check_trains(weights is not None for weights in made)
             own = [
                 Stage(*(k, module, device, weights, processes), processes.replica, recompute)
                 for (k, module), device, weights in zip(here.items(), where, made, strict=True)
             ]
-            self._weights, self._entered = made, self._phases[0]
-            for phase in reversed(self._phases):  # to the first one
-                self._use_passes(phase, own)
+            self._weights = made
+            for each in reversed(self._methods):  # to the first one
+                self._use_passes(each, own)
             try:
                 for copy in self._copies:
                     copy.bind()
                 for stage in own:
                     if devices is not None:
                         stage.module.to(stage.device)
-                    if stage.weights is not None:
-                        stage.weights.bind()
                     self.add_module(str(stage.index), stage.module)
-                self._log(clip_norm)
+                self._log()
                 self._batches = SourceSettings(split_dim, count)
-                self._executor = self._connected(own, processes, of_phases)
+                ties = processes.connect(own, self._methods, self._copies, count is not None)
+                wires = Wires(
+                    *(own, self._methods[0], processes, self._batches, ties, self._copies)
+                )
+                self._executor = Executor(own, wires, processes)
+                self._follow_method()
                 # Not by a plain assignment: a loss that is a module is no part of the model.
                 object.__setattr__(self, "_loss_fn", loss_fn)
                 self._executor.follow_caller()
@@ -205,38 +205,21 @@ class Pipeline(Loops):
             for weights in self._trained:
                 weights.updater.order_by(self._executor.callers_turn)
 
-    def _connected(
-        self, stages: Sequence[Stage], processes: Processes, of_phases: Sequence[list[Place]]
-    ) -> Executor:
-        """Connect the stages with one another, and with those of other processes."""
-        ties = processes.connect(
-            *(stages, of_phases, self.method, self._copies),
-            counted=self._batches.count is not None,
-            exchanges_norms=any(map(self._exchanges_norms, self._phases)),
-        )
-        places, phases = widest(of_phases), phases_of(self.method)
-        wires = Wires(
-            *(stages, places, put_off_by(self.method, places), processes, self._batches),
-            ties=ties,
-            copies=self._copies,
-            counted=any(phase.forward_horizon == "counted" for phase in phases),
-        )
-        return Executor(stages, wires, processes)
-
-    def _use_passes(self, phase: TrainingPhase, stages: Sequence[Stage]) -> None:
+    def _use_passes(self, now: AppliedMethod, stages: Sequence[Stage]) -> None:
         for stage in stages:
-            late = delay_under(phase.method.schedule, phase.places[stage.index])
-            stage.use_passes([*self._passes, *phase.method.passes], late)
+            late = delay_under(now.method.schedule, now.places[stage.index])
+            stage.use_passes([*self._passes, *now.method.passes], late)
 
-    def _log(self, clip_norm: float | None) -> None:
+    def _log(self) -> None:
+        methods = self._methods
         if _logger.isEnabledFor(logging.INFO):
             from spectrain_ext.method import in_words
 
-            like = next((weights.optimizer for weights in self._trained), None)
-            phases = (in_words(phase.method, phase.places, like) for phase in self._phases)
-            _logger.info("%s", "; then ".join(phases))
-        if clip_norm is not None:
-            scopes = ["all stages" if phase.globally else "each stage" for phase in self._phases]
+            like = next((each.optimizer for each in self._trained), None)
+            said = (in_words(each.method, each.places, like) for each in methods)
+            _logger.info("%s", "; then ".join(said))
+        if self._clipping[0] is not None:
+            scopes = ["all stages" if each.globally else "each stage" for each in methods]
             _logger.info("gradients are clipped by the norm of %s", ", then ".join(scopes))
         if any(device.type == "cpu" for device in self.devices):
             warn_of_threads()
@@ -320,16 +303,16 @@ class Pipeline(Loops):
         self._refuse_in_run("run")
         check_mode("run", self.devices)
         self._warn_of_evaluation()
-        self._enter()
         _logger.info("run begins: %s, %s", self.method.name, self._describe_stages())
         try:
             with keeping(self._executor), ExitStack() as watched:
                 if observers:
                     from .observer import observing
 
-                    watched.enter_context(observing(observers, self._rules, self.devices))
-                phased = self._entered.method.then is not None
-                run = self._all_phases if phased else self._counted
+                    like = next(iter(self.optimizers), None)
+                    rules = [rules_at(self.method, place, like) for place in self._applied.places]
+                    watched.enter_context(observing(observers, rules, self.devices))
+                run = self._train if self.method.then is None else self._train_in_turn
                 yield from run(batches, observers, keep)
         except GeneratorExit:
             _logger.info("run ended, left by the caller: %s", self._describe_stages())
@@ -356,15 +339,13 @@ class Pipeline(Loops):
                 )
                 return
 
-    def _counted(
+    def _train(
         self, batches: Iterable[object], observers: Sequence[Observer], keep: Keep | None
     ) -> Iterator[Result]:
-        phase = self._entered
-        work = Work(
-            *(Mode.TRAIN, phase.places, find_generator(phase.method.schedule), self._loss_fn),
-            *(self._batches.count is not None, self.minibatches, phase),
-            *(self._exchanges_norms(phase), keep, observers),
-        )
+        """Train by one method."""
+        self._follow_method()
+        counted, done = self._batches.count is not None, self.minibatches - self._reached()[1]
+        work = Work(*(Mode.TRAIN, self._loss_fn, counted, self.minibatches, done, keep, observers))
         # Held here: an interrupt between two results must not end it while the stack unwinds.
         run = self._executor.run(self._with_columns(iter(batches), several=False), work)
         try:
@@ -372,47 +353,99 @@ class Pipeline(Loops):
         finally:
             self.minibatches += self._executor.begun
 
-    def _all_phases(
+    # A training has one method at a time. It changes to the next one between two runs: those of the
+    # caller, or those into which a hybrid divides one.
+
+    def _train_in_turn(
         self, batches: Iterator[object], observers: Sequence[Observer], keep: Keep | None
     ) -> Iterator[Result]:
-        """Train until a phase of the method begins, enter it, and go on."""
+        """Train until the method changes, drain, and go on by the next one."""
         from .segments import Segment, segments
 
-        before = self.minibatches
+        before, then = self.minibatches, self.method.then
 
         def ends(taken: int) -> bool:
-            then = self._entered.method.then
             return then is not None and self.minibatches + taken >= then.after
 
-        def run(segment: Iterable[object]) -> Iterator[Result]:
-            return self._counted(segment, observers, keep)
-
         def follow(segment: Segment, left: bool) -> int | None:
-            if self._entered.method.then is None:
-                return None
-
+            nonlocal then
             # Whether there are more batches is known to the first process, which takes them.
-            more = self._gather_from_ranks(lambda: segment.cut and not left, "ending a phase")[0]
-            if not more:
+            more, doing = (lambda: segment.cut and not left), "changing the method"
+            if then is None or not self._gather_from_ranks(more, doing)[0]:
                 return None
-            self._enter()
-            for observer in observers:
-                observer.changed(self._entered.rules, self.minibatches - before)
+            then = self.method.then
+            _logger.info("minibatch %d: method is now %s", self.minibatches, self.method.name)
             return self.minibatches - before
 
-        return segments(batches, ends, run, follow)
+        return segments(batches, ends, lambda each: self._train(each, observers, keep), follow)
 
-    @property
-    def phase(self) -> int:
-        """The index of the method's phase that training has reached."""
-        moments = (then.after for phase in self._phases if (then := phase.method.then))
-        return sum(1 for _ in takewhile(self.minibatches.__ge__, moments))
+    def change(self, method: MethodName | str | Method, *, window: Window = None) -> None:
+        """Train by another method from the next run on; with several processes, all call this.
 
-    def _enter(self) -> None:
+        Weights, optimizers, schedulers, random numbers and counts continue, and microbatches stay
+        as many. What the method needs is checked as by the constructor, with its ``clip_norm``,
+        ``clip_scope`` and ``passes``; after an error all is as before.
+
+        Args:
+            method: as for the constructor; moments of a hybrid count all training.
+            window: as for the constructor; None: the method's own.
+
+        Raises:
+            TypeError, ValueError: as the constructor.
+            RuntimeError: a run has not ended, or another process refuses the method.
+
+        Example:
+            >>> stages = [nn.Linear(4, 8), nn.Linear(8, 2)]
+            >>> sgd = lambda params: st.optim.SGD(params, lr=0.01, momentum=0.9)
+            >>> pipe = st.Pipeline(stages, sgd, nn.functional.mse_loss, "1f1b")
+            >>> batches = [(torch.randn(6, 4), torch.zeros(6, 2))] * 3
+            >>> losses = pipe.fit(batches)
+            >>> pipe.change("spectrain", window="wide")
+            >>> losses += pipe.fit(batches)
+            >>> pipe.method.name, [place.window for place in pipe.places]
+            ('spectrain', [3, 1])
+        """
+        self._refuse_in_run("change", changed=True)
+        stages, replicas = self._executor.stages, self._executor.processes.replicas
+
+        def made() -> list[AppliedMethod]:
+            chosen = find_method(method)
+            then = Phase(chosen, self.minibatches)
+            checked_passes(self._passes, replace(self.method, then=then))  # as of a hybrid
+            trained = {s.index: s.weights.optimizer for s in stages if s.weights is not None}
+            parts = self._applied.places[0].microbatches * replicas.counts[0]
+            found = applied(chosen, trained, parts, window, replicas, *self._clipping)
+            try:
+                for each in found:
+                    self._use_passes(each, stages)  # which a pass may refuse
+            finally:
+                self._use_passes(self._applied, stages)
+            return found
+
+        agreed = self._agreed(made)
         with deferred():
-            self._refuse_changed_flags()
-            now = self._phases[self.phase]
+            self._methods, self._since = agreed, self.minibatches
+            for stage in stages:
+                of_methods = (one for each in agreed for one in each.method.passes)
+                stage.forget_passes_but([*self._passes, *of_methods])
+        self._log()
+
+    def _agreed(self, make: Callable[[], list[AppliedMethod]]) -> list[AppliedMethod]:
+        """Return the methods that are made, in all processes alike."""
+        return make()
+
+    def _follow_method(self) -> None:
+        """Let weights and edges follow the method that training has reached."""
+        with deferred():
+            try:
+                for stage in self._executor.stages:
+                    stage.check_flags()
+            except RuntimeError:
+                with self._executor.processes.during(self._executor.wires):  # tells the others
+                    raise
+            now = self._applied
             self._use_passes(now, self._executor.stages)
+            self._executor.wires.follow(now)
             for stage in self._executor.stages:
                 weights = stage.weights
                 if weights is None:
@@ -426,25 +459,9 @@ class Pipeline(Loops):
                     weights.bind()
             for copy in self._copies:
                 copy.bind()
-            if now is not self._entered:
-                self._entered = now
-                _logger.info("minibatch %d: method is now %s", self.minibatches, now.method.name)
-
-    def _refuse_changed_flags(self) -> None:
-        try:
-            for stage in self._executor.stages:
-                stage.check_flags()
-        except RuntimeError:
-            # The other processes learn of it.
-            with self._executor.processes.during(self._executor.wires):
-                raise
-
-    def _exchanges_norms(self, phase: TrainingPhase) -> bool:
-        tells = bool(hooks([*self._passes, *phase.method.passes], "tells"))
-        return phase.globally or (tells and flushes(phase.method.schedule))
 
     def _describe_stages(self) -> str:
-        of, here = f"of {len(self._entered.places)}", [place.stage for place in self.places]
+        of, here = f"of {len(self._applied.places)}", [place.stage for place in self.places]
         first, last = here[0], here[-1]
         if len(here) == 1:
             return f"stage {first} {of}"
@@ -620,20 +637,37 @@ class Pipeline(Loops):
             return [[k, replica, measured(each)] for k, each in copies]
 
         of_ranks = self._gather_from_ranks(here, f"collecting from {kind.__name__}")
-        found: list[list[Any]] = [[] for _ in self._entered.places]
+        found: list[list[Any]] = [[] for _ in self._applied.places]
         ordered = sorted((each for rank in of_ranks for each in rank), key=itemgetter(0, 1))
         for k, _, value in ordered:
             found[k].append(value)
         return found
 
-    @property
-    def places(self) -> tuple[Place, ...]:
-        """A ``Place`` per stage of this process, with its window in the current phase."""
-        return tuple(self._entered.places[stage.index] for stage in self._executor.stages)
+    def _reached(self) -> tuple[int, int]:
+        """Return the index of the method after all minibatches so far, and when it has begun."""
+        n, since = 0, self._since
+        while (then := self._methods[n].method.then) and self.minibatches >= then.after:
+            n, since = n + 1, max(since, then.after)
+        return n, since
 
     @property
-    def _rules(self) -> list[Rules]:
-        return self._entered.rules
+    def _applied(self) -> AppliedMethod:
+        return self._methods[self._reached()[0]]
+
+    @property
+    def method(self) -> Method:
+        """The method that training has reached: of a hybrid, the present one."""
+        return self._applied.method
+
+    @property
+    def phase(self) -> int:
+        """How many times a hybrid has changed."""
+        return self._reached()[0]
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """A ``Place`` per stage of this process, with its window under the present method."""
+        return tuple(self._applied.places[stage.index] for stage in self._executor.stages)
 
     def masters(self, bind: bool = False) -> dict[Tensor, Tensor]:
         """Return the master weights that ``master_dtype`` made wider, by parameter.
@@ -664,8 +698,8 @@ class Pipeline(Loops):
         """Return what each stage holds at most in a long run, computed from schedule and method."""
         memory = []
         for stage in self._executor.stages:
-            of_phases = [phase.memory(stage.index, stage.weights) for phase in self._phases]
-            memory.append(StageMemory(*map(max, zip(*of_phases, strict=True))))
+            each = [m.memory(stage.index, stage.weights) for m in self._methods]
+            memory.append(StageMemory(*map(max, zip(*each, strict=True))))
         return memory
 
     def measured_memory(self) -> list[StageMemory]:

@@ -8,14 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from spectrain_ext.method import Method
 from spectrain_ext.schedule import Generator, Instruction, Kind, Place, Replicas
 
+from .course import AppliedMethod, check_hidden, hidden_use
 from .edges import Traffic
 from .losses import Result
 from .norms import GlobalNorm
 from .passes import Handler, Pass
-from .phases import check_hidden, hidden_use
 from .stage import Stage
 from .ties import Copy, TiedStages, ties_of
 
@@ -24,8 +23,8 @@ from .ties import Copy, TiedStages, ties_of
 #: of tied parameters: by None and the number of the tie.
 Ends = tuple[Traffic, int | None, int]
 
-#: Of an edge to a stage, or a tie of two stages: how many messages may be under way or in use.
-Depth = Callable[[Traffic, int, int], int]
+#: How many messages of an edge may be under way or in use.
+Depth = Callable[[Ends], int]
 
 
 class Processes:
@@ -51,11 +50,9 @@ class Processes:
     def connect(
         self,
         stages: Sequence[Stage],
-        of_phases: Sequence[list[Place]],  # of all stages, in each phase of the method
-        method: Method,
+        methods: Sequence[AppliedMethod],  # of the training, one after another
         copies: Sequence[Copy],  # of other stages' weights, in these stages
         counted: bool,  # whether ``count`` is given
-        exchanges_norms: bool,  # whether a phase needs ``norm``
     ) -> Sequence[TiedStages]:
         """Check what all processes must agree on; return all ties of the pipeline."""
         check_hidden([hidden_use(stage.weights for stage in stages)])

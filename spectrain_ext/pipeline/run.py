@@ -11,16 +11,14 @@ from torch.autograd import profiler
 
 from spectrain_ext.errors import RankError, StageError
 from spectrain_ext.interrupts import STATE, boundary
-from spectrain_ext.schedule import Generator as Schedule
-from spectrain_ext.schedule import Instruction, Kind, Place, steps
+from spectrain_ext.schedule import Instruction, Kind, find_generator, flushes, steps
 from spectrain_ext.schedule.lowering import ORDER
 
 from .compute import Mode
 from .edges import Cursor
 from .losses import Keep, Losses, Result, measuring
-from .norms import Clipping, GlobalNorm
-from .passes import Handler, in_turn
-from .phases import TrainingPhase
+from .norms import GlobalNorm
+from .passes import Handler, hooks, in_turn
 from .processes import Processes
 from .stage import Stage
 from .stage_run import StageRun
@@ -34,13 +32,10 @@ class Work(NamedTuple):
     """What a run does."""
 
     mode: Mode
-    places: list[Place]  # of all stages
-    schedule: Schedule
     call: Callable[..., Any]  # the loss function; in an evaluation, what measures
     counted: bool = False  # whether ``count`` gives the divisors of the losses in advance
     minibatches: int = 0  # of training, before the run
-    phase: TrainingPhase | None = None  # None: an evaluation
-    exchanges_norms: bool = False
+    done: int = 0  # those of them under the same method
     keep: Keep | None = None
     observers: Sequence[Observer] = ()
 
@@ -118,21 +113,15 @@ class Run:
 
     def begin(self, stages: Sequence[Stage], batches: Iterator[object]) -> None:
         work, wires, processes = self.work, self.wires, self.processes
-        phase = work.phase
-        if work.exchanges_norms:
+        applied, tells = wires.applied, bool(hooks(stages[0].passes, "tells"))
+        schedule = find_generator(applied.method.schedule)
+        if self.trains and (applied.globally or (tells and flushes(applied.method.schedule))):
             self._norm = processes.norm()
-        norms: Iterable[float | None] = [None] * len(stages) if phase is None else phase.max_norms
-        for stage, max_norm in zip(stages, norms, strict=True):
-            place = work.places[stage.index]
-            run = StageRun(
-                stage,
-                Cursor(work.schedule(place), place.microbatches),
-                wires.edges[stage.index],
-                work.mode,
-                minibatches=work.minibatches,
-                clipping=Clipping(max_norm, phase is not None and phase.globally),
-                norm=self._norm,
-            )
+        for stage in stages:
+            place = applied.places[stage.index]
+            cursor = Cursor(schedule(place), place.microbatches)
+            edges = wires.edges[stage.index]
+            run = StageRun(stage, cursor, edges, work.mode, applied, *work[3:5], self._norm)
             self.stages.append(run)  # first, so that a failed begin is put back as well
             run.begin()
         last = self.stages[-1]
@@ -140,14 +129,13 @@ class Run:
             replicas = processes.replicas.counts[-1]  # which then add up their losses
             held = replicas > 1 and not processes.own_minibatches
             self.losses = Losses(last, work.call, work.keep, self.results, work.counted, held)
-        self._order = processes.order(work.schedule, work.places)
+        self._order = processes.order(schedule, applied.places)
         wires.begin()
         processes.begin(self)
         if wires.source is not None:
             wires.source.begin(batches, self.stages[0].compute.pass_on_end)
-        if phase is not None:
-            for end in wires.tie_ends:
-                end.begin(phase.method, phase.places)
+        for end in wires.tie_ends if self.trains else ():
+            end.begin(applied.method, applied.places)
 
     def handlers(self, stage: StageRun) -> dict[Kind, Handler]:
         """Return what a stage does: its instructions consist of these steps."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -179,6 +179,10 @@ class Stage:
                 self._copies[id(each)] = each, each.on(self, self._processes)
         self.passes = [self._copies[id(each)][1] for each in passes]
 
+    def forget_passes_but(self, passes: Sequence[Pass]) -> None:
+        kept = {id(each) for each in passes}
+        self._copies = {key: copy for key, copy in self._copies.items() if key in kept}
+
     @property
     def every_pass(self) -> list[Pass]:
         """Its copies of the passes of all phases."""
@@ -230,8 +234,8 @@ class Stage:
                 "this pipeline, and make a new one of stages with the new parameters"
             )
 
-    def hold_weights(self, minibatches: int) -> None:
-        """Begin a run, after so many minibatches, with the weights that the module has."""
+    def hold_weights(self, factor: Callable[[int], float] | None) -> None:
+        """Begin a run with the weights that the module has; ``factor``: see ``StageWeights``."""
         weights = self.weights
         self.guarded = [p for p in self.module.parameters() if p.requires_grad]
         if weights is None:
@@ -240,7 +244,7 @@ class Stage:
             stream.lend(weights.buffers())
         with self.predict.using(writes=self.memory):
             moves = any(each.moves_weights for each in self.passes)
-            weights.begin(minibatches, moves, self._replicated)
+            weights.begin(factor, moves, self._replicated)
         self.weights_written()
         self.guard.put(self.guarded)
 

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from spectrain_ext.method import factor_of
 from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import Buffer
 
 from .compute import Compute, Mode
+from .course import AppliedMethod
 from .edges import Cursor, StageEdges
 from .norms import Clipping, GlobalNorm
 from .passes import Handler, handlers_of, in_turn
@@ -38,15 +40,18 @@ class StageRun:
         cursor: Cursor,
         edges: StageEdges,
         mode: Mode,
+        applied: AppliedMethod,
         minibatches: int = 0,  # of training, before this run
-        clipping: Clipping | None = None,
+        done: int = 0,  # those of them under this method
         norm: GlobalNorm | None = None,
     ) -> None:
         self.stage, self.cursor, self.edges, self.norm = stage, cursor, edges, norm
         self.trains, self._before = mode is Mode.TRAIN, minibatches
         self._updates: Updates | None = None
         if self.trains:
-            self._updates = Updates(stage, cursor, clipping or Clipping(None, False), norm)
+            clipping = Clipping(applied.max_norms[stage.index], applied.globally)
+            self._updates = Updates(stage, cursor, clipping, norm)
+            self._factor = factor_of(applied.method, applied.places[stage.index], done)
         self.compute = Compute(stage, cursor, edges, mode, self._updates)
         self._steps: list[Mapping[Kind, Handler]] = []
         self._of_passes: list[Mapping[Kind, Handler]] = []
@@ -55,7 +60,7 @@ class StageRun:
         """Take the weights; whatever happens, ``compute.end`` and the stage put all back."""
         stage, updates = self.stage, self._updates
         if updates is not None:
-            stage.hold_weights(self._before)
+            stage.hold_weights(self._factor)
             self._steps.append(updates.handlers())
             weights, storage = stage.weights, stage.storage
             if weights is not None and storage is not None:

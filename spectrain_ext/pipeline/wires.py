@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from spectrain_ext.schedule import Kind, Place
+from spectrain_ext.schedule import Kind, put_off
 from spectrain_ext.transport import Edge, Receiver
 
+from .course import AppliedMethod
 from .edges import Source, SourceSettings, StageEdges, Traffic
 from .processes import Ends, Processes
 from .stage import Stage
@@ -23,22 +25,20 @@ class Wires:
     def __init__(
         self,
         stages: Sequence[Stage],
-        places: list[Place],  # of all stages, in the phase of the largest windows
-        postponed: Sequence[int],  # see put_off_by
+        applied: AppliedMethod,
         processes: Processes,
         batches: SourceSettings,
         ties: Sequence[TiedStages] = (),  # of all stages
         copies: Sequence[Copy] = (),
-        counted: bool = False,  # whether horizons are: a tied weight may then change more often
         evaluates: bool = False,
     ) -> None:
         self._by_index = {stage.index: stage for stage in stages}
-        self._places, self._postponed, self.evaluates = places, postponed, evaluates
+        self.applied, self.evaluates = applied, evaluates
         self._replicas, self._replica = processes.replicas, processes.replica
-        self._counted = counted
-        self.tied = ties, copies, counted
+        self.tied = ties, copies
+        depth = partial(self._depth, applied)
         self._local: dict[Ends, Edge] = {}
-        self.remote = processes.remote_ends(self._by_index, self._depth, evaluates)
+        self.remote = processes.remote_ends(self._by_index, depth, evaluates)
         self.tie_ends: Sequence[Lender | Borrower] = ()
         if ties:
             from .tie_ends import ends_of
@@ -48,7 +48,7 @@ class Wires:
         self.source: Source | None = None
         if processes.takes_batches:
             replicas, last = self._replicas, self._replicas.stages - 1
-            parts = range(places[0].microbatches * replicas.counts[0])
+            parts = range(applied.places[0].microbatches * replicas.counts[0])
             self.source = Source(
                 [self._to_shards(Traffic.INPUTS, replicas.runs(0, n)) for n in parts],
                 [self._to_shards(Traffic.TARGETS, replicas.runs(last, n)) for n in parts],
@@ -58,7 +58,9 @@ class Wires:
     def _edges_of(self, k: int) -> StageEdges:
         """Return a stage's edges; its l-th microbatch is the minibatch's replica + l * replicas."""
         replicas, count = self._replicas, self._replicas.counts[k]
-        microbatches = [self._replica + j * count for j in range(self._places[k].microbatches)]
+        microbatches = [
+            self._replica + j * count for j in range(self.applied.places[k].microbatches)
+        ]
         here = replicas.runs(k, self._replica)
         edges = StageEdges(self._replica, count)
         if k == 0:
@@ -90,15 +92,22 @@ class Wires:
             name = f"edge {'batch' if a is None else a} -> {b}"
             if traffic is Traffic.TARGETS:
                 name = "edge batch -> loss"
-            depth = self._depth(traffic, to.index, to.index)
+            depth = self._depth(self.applied, (traffic, a, b))
             if self.evaluates and traffic is not Traffic.GRADIENTS:
                 # Forwards only: the microbatches being computed, and the next one.
-                depth = self._places[to.index].microbatches + 1
+                depth = self.applied.places[to.index].microbatches + 1
             end = self._local[traffic, a, b] = Edge(name, source, to.device, to.compute, depth)
         return end
 
-    def _depth(self, traffic: Traffic, sender: int, receiver: int) -> int:
-        """Return how many messages of an edge to this stage may be under way or in use at once.
+    def follow(self, applied: AppliedMethod) -> None:
+        """Carry the messages under this method from the next run on."""
+        if applied is not self.applied:
+            for ends, end in (*self._local.items(), *self.remote.items()):
+                end.deepen(self._depth(applied, ends))
+            self.applied = applied
+
+    def _depth(self, applied: AppliedMethod, ends: Ends) -> int:
+        """Return how many messages of an edge may be under way or in use at once.
 
         That is one more than the sender's microbatches in flight, plus those whose weight half of
         the backward the receiver puts off. When a slot is written again, the sender has then
@@ -107,12 +116,17 @@ class Wires:
         those of stage 0's window, and one more. Except in evaluations, the targets of a minibatch
         are one message.
         """
-        places, postponed = self._places, self._postponed[receiver]
+        traffic, _, to = ends
+        method, places = applied.method, applied.places
         if traffic in (Traffic.TIED_WEIGHTS, Traffic.TIED_GRADIENTS):
             from .tie_ends import depth_of
 
-            home, copy = sorted((sender, receiver))
-            return depth_of(places[home], self._postponed[copy], self._counted)
+            tie = self.tied[0][to]
+            # Where horizons are counted, a tied weight may change more often.
+            counted = method.forward_horizon == "counted"
+            return depth_of(places[tie.home], put_off(method.schedule, places[tie.copy]), counted)
+        receiver = self._replicas.stage_and_replica(to)[0]
+        postponed = put_off(method.schedule, places[receiver])
         if traffic is Traffic.ACTIVATIONS:
             return places[receiver - 1].window + postponed
         if traffic is Traffic.GRADIENTS:
@@ -131,9 +145,9 @@ class Wires:
             if traffic is Traffic.TIED_GRADIENTS:
                 a, b = b, a
             name = f"edge {a.index} -> {b.index} of {traffic.value}"
-            depth = self._depth(traffic, tie.home, tie.copy)
-            end = Edge(name, a.device, b.device, b.compute, depth)
-            self._local[traffic, None, n] = end
+            ends = traffic, None, n
+            depth = self._depth(self.applied, ends)
+            end = self._local[ends] = Edge(name, a.device, b.device, b.compute, depth)
         return end
 
     def tie_ends_at(self, k: int) -> list[Lender | Borrower]:

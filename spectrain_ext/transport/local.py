@@ -99,10 +99,16 @@ class Edge:
         # On the CPU a copy is done when the call returns: there is nothing to wait for.
         self._immediate = self.stream.immediate and receiver.immediate
         self._from_stage = source is not None
-        self._ring = [Slot(f"{name}, slot {q}", self.stream, receiver) for q in range(depth)]
-        self._slots = cycle(self._ring)
+        self._name, self._ring = name, list[Slot]()
+        self.deepen(depth)
         self.arrived: deque[Slot | None] = deque()  # None: the end
         self.sent_bytes = 0
+
+    def deepen(self, depth: int) -> None:
+        """Have room for at least so many messages; between two runs."""
+        names = (f"{self._name}, slot {q}" for q in range(len(self._ring), depth))
+        self._ring += [Slot(name, self.stream, self._receiver) for name in names]
+        self._slots = cycle(self._ring)
 
     def send(
         self, message: Message, source: Buffer, *ready: Event, header: Header = NO_HEADER

@@ -57,12 +57,8 @@ class StageWeights:
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         scheduler: LRScheduler | None,
-        rules: Rules,
-        places: tuple[Place, Place],  # of stage 0 and of this one
-        schedule: str | Generator,
         master_dtype: torch.dtype | None = None,
         copies: Set[Tensor] = frozenset(),  # parameters that another stage trains
-        factor: Callable[[int], float] | None = None,  # of a minibatch, on its learning rates
     ) -> None:
         self.module = module
         self.optimizer = optimizer
@@ -71,8 +67,6 @@ class StageWeights:
         # After each update, unless the caller steps it with a metric between runs.
         self._stepped = None if isinstance(scheduler, ReduceLROnPlateau) else scheduler
         self.guard = StepGuard(optimizer, scheduler)
-        self._factor = factor
-        self.minibatches = 0  # of training so far
         own = [(n, p) for n, p in module.named_parameters() if p.requires_grad and p not in copies]
         self._owners = [p for _, p in own]
         self._names: dict[Tensor, str] = {local_part(p): name for name, p in own}
@@ -82,11 +76,13 @@ class StageWeights:
         self._half: Storage | None = None  # while it is bound or unbound
         self.own_writes: OwnWrites | None = None  # in a run that has to notice them
         self.followed: object = None  # by what rules it trains
-        self.follow(rules, places, schedule)
         _made.add(self)
 
     def follow(self, rules: Rules, places: tuple[Place, Place], schedule: str | Generator) -> None:
-        """Train by these rules from the next run on; if bound, in buffers for these."""
+        """Train by these rules from the next run on; if bound, in buffers for these.
+
+        ``places``: of stage 0 and of this one.
+        """
         settings = rules, places, schedule
         if settings == self.followed:
             return
@@ -98,7 +94,7 @@ class StageWeights:
         bound = self.bound
         if bound:
             self.unbind()
-        self._rules = rules
+        self.rules = rules
         entry, self._place = places
         self.entry = partial(find_generator(schedule), entry)  # yields the instructions of stage 0
         # Whether a backward may use other weights than its forward.
@@ -162,7 +158,7 @@ class StageWeights:
         made = self._half = Storage(
             self.params,
             self.updater,
-            self._rules,
+            self.rules,
             master=self._has_master,
             master_dtype=self._master_dtype,
             versions=self._computing,
@@ -224,17 +220,22 @@ class StageWeights:
 
     # A run.
 
-    def begin(self, minibatches: int, moves: bool = False, replicated: bool = False) -> None:
+    def begin(
+        self,
+        factor: Callable[[int], float] | None = None,
+        moves: bool = False,
+        replicated: bool = False,
+    ) -> None:
         """Take what the parameters hold as version 0.
 
-        ``minibatches``: of training so far; ``moves``: whether ``move`` may follow an update;
-        ``replicated``: whether replicas must keep the same weights.
+        ``factor``: on the learning rates, of an update of the run; ``moves``: whether ``move`` may
+        follow an update; ``replicated``: whether replicas must keep the same weights.
         """
-        self.minibatches, self.moves = minibatches, moves
+        self._factor, self._updates, self.moves = factor, 0, moves
         storage, rates = self._bound, partial(_rates, self.updater, self.optimizer)
         storage.begin()
         self._scale_rates()
-        self.versions = Versions(self._rules, self._place, Entries(self.entry()), storage, rates)
+        self.versions = Versions(self.rules, self._place, Entries(self.entry()), storage, rates)
         named = self.module.named_parameters()
         learns: dict[Tensor, str] = {p: name for name, p in named if p.requires_grad}
         idle = self.versions.loads_nothing
@@ -330,7 +331,7 @@ class StageWeights:
         after = _rates(self.updater, self.optimizer) if storage.predicts else ()
         if written is not None and room is not None and written.rates not in (None, after):
             room.content = None  # the next forward will ask for other rates
-        self.minibatches += 1
+        self._updates += 1
         if self._stepped is not None:
             self._stepped.step()
         if self._factor is not None:
@@ -351,13 +352,13 @@ class StageWeights:
                 storage.copy(before.flat, room.flat)
         if update.kept is not None:
             storage.keep_true(update.kept)
-        self.minibatches += 1
+        self._updates += 1
         self._scale_rates()
         self.drop_gradients()
 
     def _scale_rates(self) -> None:
         if self._factor is not None:
-            self.updater.rate_factor = self._factor(self.minibatches)
+            self.updater.rate_factor = self._factor(self._updates)
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:

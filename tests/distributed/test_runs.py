@@ -115,6 +115,33 @@ def test_a_rank_that_is_interrupted_has_its_true_weights():
         same(mine, {key: whole[key] for key in mine}, "after an interrupt")
 
 
+# Changes of the method
+
+
+def change(rank, ranks):
+    """Return losses and weights after changes, some of which are refused."""
+    case, found = Case("sync", (3, 1), ties="two"), []
+    pipe = case.pipeline(rank if ranks > 1 else None)
+    for method, window in (("sync", None), ("spectrain-local", "wide"), ("1f1b+auto@14", None)):
+        if ranks > 1:
+            with pytest.raises(ValueError, match="; all must have the same"):
+                pipe.change("auto" if rank == 1 else "vanilla")
+            with pytest.raises(RuntimeError if rank else ValueError, match="there is no 'nope'"):
+                pipe.change("vanilla" if rank else "nope")
+        pipe.change(method, window=window)
+        found += [r.loss for r in pipe.run(case.batches([8] * 6)) if r.has_loss]
+    return found, pipe.state_dict()
+
+
+def test_all_ranks_change_the_method_together():
+    torch.set_num_threads(1)
+    losses, whole = change(0, 1)
+    of_ranks = run_ranks(change, 3)
+    same(of_ranks[-1][0], losses, "losses")
+    for _, state in of_ranks:
+        same(state, {key: whole[key] for key in state}, "weights")
+
+
 # Evaluations
 
 FIRST = torch.zeros(8, 6)

@@ -24,8 +24,8 @@ from spectrain_ext.method import (
     interleaved,
     methods,
     microbatches_of,
-    phase_places,
     phases_of,
+    phases_on,
     places_of,
     recipe_clip,
     rules_at,
@@ -77,12 +77,10 @@ def test_hybrids():
     assert microbatches_of(hybrid("pipedream", "1f1b"), 4) == 4
     assert hybrid().then == Phase(find_method("sync"), 1000)
     # rates count from the beginning of their phase
-    paced = hybrid("sync", "pipemare-t1", after=100)
-    first = [places[0] for places in phase_places(paced, 3, 1)]
-    factor = factor_of(list(zip(phases_of(paced), first, strict=True)))
-    assert [factor(update) for update in (0, 99, 100, 600, 1100)] == [
-        pytest.approx(rate) for rate in (1, 1, 1 / 2, 1 / 2**0.5, 1)
-    ]
+    paced = phases_on(hybrid("sync", "pipemare-t1", after=100), 3, 1)
+    first, then = [factor_of(phase, places[0]) for phase, places in paced]
+    assert first is None
+    assert [then(t) for t in (0, 500, 1000)] == pytest.approx([1 / 2, 1 / 2**0.5, 1])
 
 
 NO_PHASE = dataclasses.replace(find_method("sync"), then=find_method("sync"))
@@ -91,10 +89,10 @@ NO_PHASE = dataclasses.replace(find_method("sync"), then=find_method("sync"))
 @pytest.mark.parametrize(
     ("make", "error", "expected"),
     [
-        (lambda: hybrid(after=None), TypeError, "after: expected an int, got None"),
+        (lambda: hybrid(after=None), TypeError, "after: expected an int, got NoneType"),
         (lambda: hybrid(after=-1), ValueError, "after: expected at least 0, got -1"),
-        (lambda: hybrid(after=2.5), TypeError, "after: expected an int, got 2.5"),
-        (lambda: hybrid(after=True), TypeError, "after: expected an int, got True"),
+        (lambda: hybrid(after=2.5), TypeError, "after: expected an int, got float"),
+        (lambda: hybrid(after=True), TypeError, "after: expected an int, got bool"),
         (lambda: hybrid("nope"), ValueError, "there is no 'nope'"),
         (lambda: hybrid(hybrid()), ValueError, "'pipedream.sync@1000' already changes, to 'sync'"),
         (lambda: find_method("pipedream+nope@3"), ValueError, "there is no 'nope'"),
@@ -141,7 +139,7 @@ def test_windows_and_rules_are_the_definitions(name):
             assert rules.lead == definition.lead(*at, latest)
             assert (rules.backward, rules.once) == (definition.backward, definition.once)
             assert rules.backward_horizon == definition.backward_horizon(*at)
-            factor = factor_of([(method, place)]) or (lambda update: 1)
+            factor = factor_of(method, place) or (lambda update: 1)
             for update in (0, 500, 2000):
                 assert factor(update) == pytest.approx(definition.rates(*at, update))
 

@@ -15,7 +15,7 @@ from helpers.pipeline_cases import mse
 from torch import Tensor, nn
 
 import spectrain_ext as st
-from spectrain_ext.method import find_method, phase_places, rules_at
+from spectrain_ext.method import find_method, places_of, rules_at
 
 REST = {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.05}
 
@@ -254,7 +254,7 @@ def test_state_of_torchs_muon(to_torch: bool) -> None:
 
 
 def test_auto_predicts_along_its_own_update() -> None:
-    place = phase_places(find_method("auto"), 4, 4)[0][0]
+    place = places_of(find_method("auto"), 4, 4)[0]
     expected = {muon: "second-order", soap: "second-order", torch_muon: "difference"}
     for make, law in expected.items():
         assert rules_at(find_method("auto"), place, make(cases.make_matrices())).law == law

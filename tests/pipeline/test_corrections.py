@@ -319,13 +319,6 @@ def test_the_delay_that_a_correction_is_given_is_counted():
         assert [rules_at(method, place).correction for place in places_of(method, 4, 2)] == each
 
 
-def test_each_phase_has_its_own_scope_which_is_logged(caplog):
-    """``oracle.cases`` has the results."""
-    caplog.set_level("INFO")
-    st.Pipeline(tanh_stages(3), sgd(), mse, "pipedream+1f1b@5", clip_norm=0.03)
-    assert "gradients are clipped by the norm of each stage, then all stages" in caplog.text
-
-
 @pytest.mark.parametrize(
     "method", [st.second_order(clip=recipe_clip), without("gpipe", clip=recipe_clip)]
 )

@@ -16,8 +16,8 @@ from helpers.recorded_streams import recorded
 from torch.optim.lr_scheduler import ExponentialLR
 
 import spectrain_ext as st
-from spectrain_ext.method import find_method, put_off_by, rules_at
-from spectrain_ext.schedule import Kind, bounded
+from spectrain_ext.method import find_method, rules_at
+from spectrain_ext.schedule import Kind, bounded, put_off
 from spectrain_ext.tools.simulation import Durations, simulate, streams
 from spectrain_ext.transport import Edge
 
@@ -106,7 +106,7 @@ def chains(run):
         yield from (computed, written, *sent.values())
     # Batches come in turn, into as much memory as the window needs.
     ahead = -(-run.places[0].window // m) + 1
-    late = put_off_by(run.method, run.places)[0]  # and those whose backward is going on
+    late = put_off(run.method.schedule, run.places[0])  # and those whose backward is going on
     pulls = [(0, PULL, i, 0) for i in range(MINIBATCHES)]
     inputs = list(chain.from_iterable(((*pull, "input", j) for j in range(m)) for pull in pulls))
     yield from (inputs, [(*pull, "targets") for pull in pulls])

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from spectrain_ext.method import Window, chunks_of, methods, microbatches_of, numbers_of
+from spectrain_ext.method import Window, methods, microbatches_of, numbers_of
 from spectrain_ext.tools.simulation import summarize
 from spectrain_ext.tools.timelines.method_timeline import (
     devices_under,
@@ -125,7 +125,7 @@ def timeline(
                     f"{stages} stages, {minibatches} minibatches and {count} microbatches make "
                     f"{blocks} forwards and backwards, expected at most {_MOST_BLOCKS}"
                 )
-            chunks = chunks_of(chosen)
+            chunks = chosen.chunks
             if chunks > 1 and stages % chunks:
                 raise ValueError(
                     f"stages: method {chosen.name!r} has {chunks} on every device, expected a "

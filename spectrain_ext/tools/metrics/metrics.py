@@ -99,7 +99,7 @@ class Metrics(Observer, AbstractContextManager["Metrics"]):
             self._meters[k] = Meter(run, self._every, done, self._flush)
         probe, late = None, not flushes(self._pipe.method.schedule)
         if stage.weights is not None and self._errors_every and late:
-            rules, delay = self._pipe._rules[k], self._delay(stage)
+            rules, delay = stage.weights.rules, self._delay(stage)
             probe = Probe(stage, rules, delay, self._errors_every)
         return self._meters[k].handlers(run, handlers, probe)
 

@@ -109,5 +109,5 @@ def _rates_and_norm(pipe: Any) -> list[str]:
             with stage.predict.using():
                 norms.append(float(stage.clipped))
     if norms:
-        words.append(f"norm {norms[-1] if pipe._entered.globally else hypot(*norms):.3g}")
+        words.append(f"norm {norms[-1] if pipe._applied.globally else hypot(*norms):.3g}")
     return words

@@ -26,14 +26,14 @@ _LANES: dict[Kind, Lane] = {Kind.SEND_ACTIVATION: "to next", Kind.SEND_GRADIENT:
 
 
 @dataclass
-class _Phase:
-    """A part of a run in which the same rules hold."""
+class _Part:
+    """A part of a run under one method."""
 
-    rules: Sequence[Rules]
-    before: int = 0  # minibatches of earlier phases
     records: list[Action] = field(default_factory=list)  # which count minibatches from its start
-    # Of each stage here: makes the actions of stage 0; None: the stage has no weights.
-    entry: dict[int, Callable[[], Iterator[Instruction]] | None] = field(default_factory=dict)
+    # Of each stage here: its rules, and what makes the actions of stage 0; None: no weights.
+    stages: dict[int, tuple[Rules, Callable[[], Iterator[Instruction]]] | None] = field(
+        default_factory=dict
+    )
 
 
 class Trace(Observer):
@@ -60,13 +60,13 @@ class Trace(Observer):
     ranges = True
 
     def __init__(self) -> None:
-        self._phases: list[_Phase] = []
+        self._parts: list[_Part] = []
         self._wall = 0.0  # time of day less the clock of the marks
         self._origins: dict[torch.device, tuple[float, torch.cuda.Event]] = {}
 
     def begin(self, rules: Sequence[Rules], devices: Sequence[torch.device]) -> None:
         """Forget the previous run; synchronize CUDA devices once, to compare their clocks."""
-        self._phases = [_Phase(rules)]
+        self._parts = [_Part()]
         self._wall = time.time() - time.perf_counter()
         self._origins.clear()
         for device in devices:
@@ -76,14 +76,13 @@ class Trace(Observer):
                 event.record(torch.cuda.current_stream(device))
                 self._origins[device] = time.perf_counter(), event
 
-    def changed(self, rules: Sequence[Rules], minibatches: int) -> None:
-        self._phases.append(_Phase(rules, minibatches))
-
     def watch(self, run: StageRun, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
-        phase = self._phases[-1]
-        weights = run.stage.weights
-        phase.entry[run.stage.index] = None if weights is None else weights.entry
-        return marked(run, handlers, phase.records)
+        k, weights = run.stage.index, run.stage.weights
+        if k in self._parts[-1].stages:  # the method has changed
+            self._parts.append(_Part())
+        part = self._parts[-1]
+        part.stages[k] = None if weights is None else (weights.rules, weights.entry)
+        return marked(run, handlers, part.records)
 
     def spans(self) -> list[Span]:
         """Return the recorded actions, in order per stage, in seconds from the first one's start.
@@ -92,14 +91,13 @@ class Trace(Observer):
         """
         spans: list[Span] = []
         lane_ends: dict[tuple[int, Lane], float] = {}
-        first = self._first()
-        for phase in self._phases:
-            before, rules = phase.before, phase.rules
+        first, before = self._first(), 0  # minibatches
+        for part in self._parts:
             ledgers = {
-                k: Ledger(k) if entry is None else Ledger(k, rules[k], entries=Entries(entry()))
-                for k, entry in phase.entry.items()
+                k: Ledger(k, at[0], entries=Entries(at[1]())) if at else Ledger(k)
+                for k, at in part.stages.items()
             }
-            for k, kind, i, j, start, end in phase.records:
+            for k, kind, i, j, start, end in part.records:
                 lane = _LANES.get(kind, "compute")
                 version, horizon = None, 0
                 if kind in COMPUTE:
@@ -112,6 +110,7 @@ class Trace(Observer):
                 ended = max(self._seconds(end) - first, begun)
                 lane_ends[k, lane] = ended
                 spans.append(Span(k, lane, kind, before + i, j, begun, ended, version, horizon))
+            before += 1 + max((action[2] for action in part.records), default=-1)
         return spans
 
     @property
@@ -120,7 +119,7 @@ class Trace(Observer):
         return self._wall + self._first()
 
     def _first(self) -> float:
-        starts = (start for phase in self._phases for *_, start, _ in phase.records)
+        starts = (start for part in self._parts for *_, start, _ in part.records)
         return min(map(self._seconds, starts), default=0.0)
 
     def _seconds(self, mark: Mark) -> float:

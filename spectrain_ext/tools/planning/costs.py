@@ -114,7 +114,7 @@ class Costs:
         self.rounds = 0 if flushes(method.schedule) else -(-first.window // first.microbatches)
         for place in self.places:
             _rules_at(method, place)  # refuses places that the method does not support
-        check_replicas(method, [self.places], self._replicas)
+        check_replicas(method, self.places, self._replicas)
         check_shared(setting.layers.profiles[1], way.ends, way.replicas)
         speeds = setting.speeds(way.replicas) or [1.0] * stages
         self._stages = [

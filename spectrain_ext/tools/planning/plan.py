@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from spectrain_ext.errors import check_number, one_each
 from spectrain_ext.files import finite, replace_file
-from spectrain_ext.method import Method, MethodName, chunks_of, find_method
+from spectrain_ext.method import Method, MethodName, find_method
 from spectrain_ext.passes.codecs import Codec, Codecs, codecs_of
 from spectrain_ext.schedule import flushes
 
@@ -308,9 +308,9 @@ def plan(
     if not made:
         raise ValueError("methods: expected at least one")
     for method in made:
-        if (chunks := chunks_of(method)) > 1:
+        if method.chunks > 1:
             raise ValueError(
-                f"methods: {method.name!r} has {chunks} stages per device, a plan has one"
+                f"methods: {method.name!r} has {method.chunks} stages per device, a plan has one"
             )
     setting = Setting(layers, links, batch, cores, state, speeds, codecs)
     search = Search(setting, devices, made, limits, replicas)

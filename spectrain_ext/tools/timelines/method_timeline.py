@@ -8,11 +8,9 @@ from spectrain_ext.method import (
     Method,
     MethodName,
     Window,
-    chunks_of,
     find_method,
     microbatches_of,
-    phase_places,
-    phases_of,
+    phases_on,
     places_of,
     rules_at,
 )
@@ -77,10 +75,9 @@ def simulate_method(
             raise ValueError(f"{name}: expected at least 1, got {value}")
     if microbatches == "auto":
         microbatches = microbatches_of(method, stages)
-    runs: list[tuple[int | None, Callable[..., Iterator[Span]]]] = []
+    runs: list[tuple[int, Callable[..., Iterator[Span]]]] = []
     devices = devices_under(method, stages)
-    places_of_phases = phase_places(method, stages, microbatches, window)
-    for phase, places in zip(phases_of(method), places_of_phases, strict=True):
+    for phase, places in phases_on(method, stages, microbatches, window):
         rules = [rules_at(phase, place) for place in places]
         durations = Durations.of(
             stages,
@@ -94,14 +91,13 @@ def simulate_method(
             inbound=inbound,
         )
         actions = streams(phase.schedule, [place.window for place in places], microbatches)
-        after = None if phase.then is None else phase.then.after
-        runs.append((after, partial(simulate, actions, durations, rules=rules, devices=devices)))
+        run = partial(simulate, actions, durations, rules=rules, devices=devices)
+        runs.append((phase.then.after if phase.then else minibatches, run))
 
     def one_by_one() -> Iterator[Span]:  # the pipeline drains between two phases
         done, start = 0, 0.0
         for after, run in runs:
-            end = minibatches if after is None else min(minibatches, after)
-            last = start
+            end, last = max(done, min(minibatches, after)), start
             for span in run(minibatches=end - done) if end > done else ():
                 last = max(last, start + span.end)
                 yield span._replace(
@@ -110,14 +106,14 @@ def simulate_method(
                     end=start + span.end,
                     version=None if span.version is None else done + span.version,
                 )
-            done, start = max(done, end), last
+            done, start = end, last
 
     return one_by_one()
 
 
 def devices_under(method: str | Method, stages: int) -> list[int] | None:
     """Return the device of every stage, in all phases; None: each has its own."""
-    chunks = chunks_of(find_method(method))
+    chunks = find_method(method).chunks
     devices = -(-stages // min(chunks, stages))
     return [k % devices for k in range(stages)] if chunks > 1 else None
 

@@ -1,8 +1,8 @@
-"""Determines how each phase of a method trains the stages: rules, optimizers, clipping."""
+"""Determines the course of a training: by which methods, with which clipping and optimizers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from spectrain_ext.errors import placed
-from spectrain_ext.method import Method, check_optimizer, factor_of, phases_of, rules_at
+from spectrain_ext.method import Method, Window, check_optimizer, factor_of, phases_on, rules_at
 from spectrain_ext.optim import PredictingOptimizer
-from spectrain_ext.schedule import Generator, Place, Rules, count_stage, flushes
+from spectrain_ext.schedule import Generator, Place, Replicas, Rules, count_stage, flushes
 from spectrain_ext.weights import StageMemory, StageWeights
 from spectrain_ext.weights.storage import local_part
 
@@ -27,23 +27,20 @@ if TYPE_CHECKING:
 ClipScope = Literal["auto", "stage", "global"]
 
 
-class TrainingPhase(NamedTuple):
+class AppliedMethod(NamedTuple):
+    """A method on the stages of a pipeline, which trains by one at a time."""
+
     method: Method
     places: list[Place]  # of all stages
-    rules: list[Rules]  # of all stages, assuming that they have optimizers like the first
-    max_norms: list[float | None]  # the largest gradient norms, of the stages of this process
+    max_norms: list[float | None]  # the largest gradient norms, of all stages
     globally: bool  # whether by the norm of all stages' gradients
 
     def followed_by(
         self, k: int, optimizer: torch.optim.Optimizer
     ) -> tuple[Rules, tuple[Place, Place], str | Generator]:
         """Return what ``StageWeights.follow`` takes for a stage with this optimizer."""
-        place = self.places[k]
-        return (
-            rules_at(self.method, place, optimizer),
-            (self.places[0], place),
-            self.method.schedule,
-        )
+        rules = rules_at(self.method, self.places[k], optimizer)
+        return rules, (self.places[0], self.places[k]), self.method.schedule
 
     def memory(self, k: int, weights: StageWeights | None) -> StageMemory:
         if weights is not None:
@@ -52,70 +49,44 @@ class TrainingPhase(NamedTuple):
         return StageMemory(0, 0, count.in_flight)
 
 
-def set_up(
+def applied(
     method: Method,
-    of_phases: Sequence[list[Place]],
-    modules: Mapping[int, nn.Module],  # of this process, by index
-    copies: Sequence[Copy],
-    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-    scheduler: Callable[[Any], LRScheduler] | None,
-    master_dtype: torch.dtype | None,
+    optimizers: Mapping[int, torch.optim.Optimizer],  # of the stages of this process that train
+    microbatches: int,
+    window: Window,
+    replicas: Replicas,
     clip_norm: float | None,
     clip_scope: ClipScope,
-) -> tuple[list[TrainingPhase], list[StageWeights | None]]:
-    """Return the method's phases, and each stage's weights; None: it has nothing to train."""
-    phases = [
-        TrainingPhase(
-            *(phase, places, [rules_at(phase, place) for place in places]),
-            max_norms_of(phase, [places[k] for k in modules], clip_norm),
-            clips_globally(phase, clip_norm, clip_scope),
-        )
-        for phase, places in zip(phases_of(method), of_phases, strict=True)
-    ]
-    optimizers: dict[int, tuple[torch.optim.Optimizer, LRScheduler | None]] = {}
-    for k, module in modules.items():
-        made = make_optimizer(optimizer, module, k, copies_in(copies, k).keys())
-        if made is not None:
-            optimizers[k] = made, make_scheduler(scheduler, made, k)
-    weights: list[StageWeights | None] = []
-    for k, module in modules.items():
-        if k not in optimizers:
-            weights.append(None)
-            continue
-        own, its_scheduler = optimizers[k]
-        factor = factor_of([(phase.method, phase.places[k]) for phase in phases])
-        for index, group in enumerate(own.param_groups if factor is not None else ()):
-            if group.get("lr") is None:
-                raise ValueError(
-                    f"optimizer: parameter group {index} of the {type(own).__name__} of "
-                    f"stages[{k}] has no 'lr' that method {method.name!r} could multiply; set it, "
-                    "or choose a method without rates"
-                )
-        for phase in phases:
-            check_optimizer(phase.method, rules_at(phase.method, phase.places[k], own), k, own)
-        weights.append(
-            StageWeights(
-                *(module, own, its_scheduler, *phases[0].followed_by(k, own)),
-                *(master_dtype, copies_in(copies, k).keys(), factor),
+) -> list[AppliedMethod]:
+    """Apply a method, and those that it changes to, to stages; refuse what is impossible."""
+    found = []
+    for one, places in phases_on(method, replicas.stages, microbatches, window, replicas):
+        for place in places:
+            own = optimizers.get(place.stage)
+            rules = rules_at(one, place, own)
+            if own is not None:
+                _check_rates(one, place, own)
+                check_optimizer(one, rules, place.stage, own)
+        norms = [max_norm_at(one, place, clip_norm) for place in places]
+        found.append(AppliedMethod(one, places, norms, clips_globally(one, clip_norm, clip_scope)))
+    return found
+
+
+def _check_rates(method: Method, place: Place, optimizer: torch.optim.Optimizer) -> None:
+    for index, group in enumerate(optimizer.param_groups if factor_of(method, place) else ()):
+        if group.get("lr") is None:
+            raise ValueError(
+                f"optimizer: parameter group {index} of the {type(optimizer).__name__} of "
+                f"stages[{place.stage}] has no 'lr' that method {method.name!r} could multiply; "
+                "set it, or choose a method without rates"
             )
-        )
-    like = next((optimizer for optimizer, _ in optimizers.values()), None)
-    return [
-        phase._replace(rules=[rules_at(phase.method, place, like) for place in phase.places])
-        for phase in phases
-    ], weights
-
-
-def widest(places: Sequence[Sequence[Place]]) -> list[Place]:
-    """Return each stage's place in the phase in which its window is largest."""
-    return [max(stage, key=lambda place: place.window) for stage in zip(*places, strict=True)]
 
 
 # Clipping.
 
 
 def clips_globally(method: Method, clip_norm: float | None, clip_scope: ClipScope) -> bool:
-    """Whether a phase clips by the gradient norm of all stages together."""
+    """Whether a method clips by the gradient norm of all stages together."""
     if clip_scope not in get_args(ClipScope):
         raise ValueError(f"clip_scope: expected one of {get_args(ClipScope)}, got {clip_scope!r}")
     if clip_scope == "auto":
@@ -131,20 +102,13 @@ def clips_globally(method: Method, clip_norm: float | None, clip_scope: ClipScop
     return clip_scope == "global"
 
 
-def max_norms_of(
-    method: Method, places: Sequence[Place], clip_norm: float | None
-) -> list[float | None]:
+def max_norm_at(method: Method, place: Place, clip_norm: float | None) -> float | None:
     if clip_norm is not None:
-        return [_positive("clip_norm", clip_norm)] * len(places)
+        return _positive("clip_norm", clip_norm)
     if method.clip is None:
-        return [None] * len(places)
-    return [
-        _positive(
-            f"method: clip of {method.name!r} for stage {place.stage} of {place.stages}",
-            method.clip(place),
-        )
-        for place in places
-    ]
+        return None
+    where = f"method: clip of {method.name!r} for stage {place.stage} of {place.stages}"
+    return _positive(where, method.clip(place))
 
 
 def _positive(where: str, value: object) -> float:
@@ -158,17 +122,30 @@ def _positive(where: str, value: object) -> float:
 # Optimizers and schedulers.
 
 
-def make_optimizer(
-    factory: Callable[[list[Any]], torch.optim.Optimizer],
-    module: nn.Module,
-    k: int,
-    copies: Set[Tensor] = frozenset(),
-) -> torch.optim.Optimizer | None:
-    """Return the optimizer of stage k, None if it has nothing to train but copies."""
-    own = [p for p in module.parameters() if p.requires_grad and p not in copies]
-    params = [local_part(p) for p in own]
-    if not params:
-        return None
+def weights_of(
+    modules: Mapping[int, nn.Module],  # by index
+    copies: Sequence[Copy],
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    scheduler: Callable[[Any], LRScheduler] | None,
+    master_dtype: torch.dtype | None,
+) -> list[StageWeights | None]:
+    """Make optimizers and schedulers; return each stage's weights, None: it only has copies."""
+    found: list[StageWeights | None] = []
+    for k, module in modules.items():
+        held = copies_in(copies, k).keys()
+        params = [p for p in module.parameters() if p.requires_grad and p not in held]
+        if not params:
+            found.append(None)
+            continue
+        own = _optimizer(optimizer, [local_part(p) for p in params], k)
+        its_scheduler = None if scheduler is None else _scheduler(scheduler, own, k)
+        found.append(StageWeights(module, own, its_scheduler, master_dtype, held))
+    return found
+
+
+def _optimizer(
+    factory: Callable[[list[Any]], torch.optim.Optimizer], params: list[Tensor], k: int
+) -> torch.optim.Optimizer:
     with placed(f"in optimizer, for stages[{k}]"):
         made: object = factory(params)
     if not isinstance(made, torch.optim.Optimizer):
@@ -214,12 +191,7 @@ def check_hidden(use: Sequence[Sequence[Any]], firsts: Iterable[int] = (0,)) -> 
             )
 
 
-def make_scheduler(
-    factory: Callable[[Any], LRScheduler] | None, optimizer: Any, k: int
-) -> LRScheduler | None:
-    """Return the scheduler of stage k, None if there is no factory."""
-    if factory is None:
-        return None
+def _scheduler(factory: Callable[[Any], LRScheduler], optimizer: Any, k: int) -> LRScheduler:
     with placed(f"in scheduler, for stages[{k}]"):
         made = factory(optimizer)
     if isinstance(made, torch.optim.Optimizer) or not callable(getattr(made, "step", None)):
