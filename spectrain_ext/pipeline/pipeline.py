@@ -185,6 +185,8 @@ class Pipeline(Loops):
                         stage.module.to(stage.device)
                     self.add_module(str(stage.index), stage.module)
                 self._log()
+                if any(device.type == "cpu" for device in self.devices):
+                    warn_of_threads()
                 self._batches = SourceSettings(split_dim, count)
                 ties = processes.connect(own, self._methods, self._copies, count is not None)
                 wires = Wires(
@@ -221,8 +223,6 @@ class Pipeline(Loops):
         if self._clipping[0] is not None:
             scopes = ["all stages" if each.globally else "each stage" for each in methods]
             _logger.info("gradients are clipped by the norm of %s", ", then ".join(scopes))
-        if any(device.type == "cpu" for device in self.devices):
-            warn_of_threads()
 
     def _unbind(self) -> None:
         for weights in self._trained:
