@@ -19,7 +19,7 @@ import spectrain_ext as st
 from spectrain_ext.method import find_method, rules_at
 from spectrain_ext.schedule import Kind, bounded, put_off
 from spectrain_ext.tools.simulation import Durations, simulate, streams
-from spectrain_ext.transport import Edge
+from spectrain_ext.transport import NO_HEADER, Edge
 
 F, B, UPDATE, LOSS, PULL = Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE, Kind.LOSS, Kind.PULL
 ACTIVATION, GRADIENT = Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT
@@ -328,7 +328,7 @@ def test_the_cpu_waits_for_no_device_in_a_minibatch(name, n, m, monkeypatch):
 def test_a_fault_is_noticed(fault, monkeypatch):
     send = Edge.send
 
-    def faulty(edge, message, source, *ready, header):
+    def faulty(edge, message, source, *ready, header=NO_HEADER):
         if fault == "missing":
             return send(edge, message, source, header=header)
         read = send(edge, message, source, *ready, header=header)
