@@ -55,9 +55,8 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     _hooks: Hooks | None = None  # while a bound optimizer steps with hooks
     _parameters: Parameters
     _launches: Launches
-    # Until `unbind`: on the groups' learning rates, in steps and predictions; of all steps.
-    rate_factor: float
-    correction: Corrected | None
+    rate_factor: float  # on the groups' learning rates, in steps and predictions until `unbind`
+    correction: Corrected | None  # of the coefficients of steps, until `unbind`
     has_modes = False  # whether training and evaluation have different weights, see `Foreign`
 
     def __init__(self, *args: Any, momentum_dtype: torch.dtype | None = None, **more: Any) -> None:

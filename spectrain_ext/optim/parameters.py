@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -109,7 +109,8 @@ class Parameters:
         self._numbers: list[Any] = []
         # Then: the groups' values, the factor on their learning rates, the correction of steps.
         self._numbers_of: tuple[tuple[Any, ...], ...] | None = None
-        self._factor, self._correction = 1.0, cast("Corrected | None", None)
+        self._factor = 1.0
+        self._correction: Corrected | None = None
         self._good: list[tuple[Law, bool]] = []
 
     # Hyperparameters of the groups.

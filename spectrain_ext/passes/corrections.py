@@ -28,6 +28,12 @@ __all__ = ["AdaptiveBraking", "DelayCompensation", "GapAware", "SpikeCompensatio
 _FAR_LONGER = 1e8  # than a momentum: the angle is known to eight digits
 
 Group = Mapping[str, Any]
+Views = Mapping[Tensor, Tensor]
+
+
+def _sign(group: Group) -> float:
+    """Return -1 if a step maximizes: it negates gradients before they go into the momentum."""
+    return -1.0 if group["maximize"] else 1.0
 
 
 class _Correction(Pass):
@@ -38,7 +44,6 @@ class _Correction(Pass):
         "ones, and would drift apart"
     )
     _needs: tuple[str, ...] = ()  # options, one of which a parameter group must have
-    _kept: tuple[Mapping[Tensor, Tensor], Callable[[], None]]
 
     @property
     def _weights(self) -> StageWeights:
@@ -72,37 +77,41 @@ class _Correction(Pass):
                 raise ValueError(f"{where}parameter group {n} has no momentum, which {self} needs")
 
     def begin(self, run: RunView) -> dict[Kind, Handler]:
-        def keep(i: int, j: int) -> None:
-            if j == run.microbatches_of(i) - 1:
-                self._kept = self._weights.keep()
-
         if not (run.trains and self.stage.late and self.stage.weights):
             return {}
-        kept = dict.fromkeys((Kind.BACKWARD, Kind.BACKWARD_WEIGHTS), keep) if self.alone else {}
-        return {Kind.CHANGE_GRADIENTS: self._change, **kept}
+        kept: list[tuple[Views, Callable[[], None]]] = []  # they end with the run
 
-    def _change(self, i: int, j: int) -> None:
-        if not self.stage.skips:
-            self._check_groups()
-            with self.stage.changing_gradients(wide=bool(self.alone)):
-                for n, group in enumerate(self._weights.optimizer.param_groups):
-                    params = [p for p in group["params"] if p.grad is not None]
-                    if params:  # foreach operators refuse empty lists
-                        self._correct(n, group, params, -1.0 if group["maximize"] else 1.0)
-        if self.alone:
-            self._kept[1]()
-            del self._kept  # it would hold all buffers
+        def keep(i: int, j: int) -> None:
+            if j == run.microbatches_of(i) - 1:
+                kept.append(self._weights.keep())
 
-    def _correct(self, n: int, group: Group, params: list[Tensor], sign: float) -> None:
+        def change(i: int, j: int) -> None:
+            stale, release = kept.pop()
+            self._change(stale)
+            release()
+
+        if not self.alone:
+            return {Kind.CHANGE_GRADIENTS: lambda i, j: self._change({})}
+        return {Kind.BACKWARD: keep, Kind.BACKWARD_WEIGHTS: keep, Kind.CHANGE_GRADIENTS: change}
+
+    def _change(self, stale: Views) -> None:
+        if self.stage.skips:
+            return
+        self._check_groups()
+        with self.stage.changing_gradients(wide=bool(self.alone)):
+            for n, group in enumerate(self._weights.optimizer.param_groups):
+                params = [p for p in group["params"] if p.grad is not None]
+                if params:  # foreach operators refuse empty lists
+                    self._correct(n, group, params, stale)
+
+    def _correct(self, n: int, group: Group, params: list[Tensor], stale: Views) -> None:
         """Change gradients of the n-th group, to which the step adds the L2 penalty of W."""
         raise NotImplementedError
 
-    def _compared(self, params: list[Tensor]) -> tuple[list[Any], list[Tensor], list[Tensor]]:
-        """Return gradients, W, and W - W_stale."""
-        (stale, _), true = self._kept, self._weights.true_weights()
-        weights = [true[p] for p in params]
-        gaps = torch._foreach_sub(weights, [stale[p] for p in params])
-        return [p.grad for p in params], weights, list(gaps)
+    def _gaps(self, params: list[Tensor], stale: Views) -> list[Tensor]:
+        """Return W - W_stale."""
+        true = self._weights.true_weights()
+        return list(torch._foreach_sub([true[p] for p in params], [stale[p] for p in params]))
 
     def _momentum(self, p: Tensor) -> Any:
         return self._weights.optimizer.state.get(p, {}).get("momentum_buffer")
@@ -134,12 +143,13 @@ class DelayCompensation(_Correction):
     def __init__(self, strength: float) -> None:
         self.strength = non_negative("strength", strength)
 
-    def _correct(self, n: int, group: Group, params: list[Tensor], sign: float) -> None:
+    def _correct(self, n: int, group: Group, params: list[Tensor], stale: Views) -> None:
         if self.strength:
-            gradients, _, gaps = self._compared(params)
+            gradients: list[Any] = [p.grad for p in params]
+            gaps = self._gaps(params, stale)
             torch._foreach_mul_(gaps, gradients)
             torch._foreach_mul_(gaps, gradients)
-            torch._foreach_mul_(gaps, sign * self.strength)
+            torch._foreach_mul_(gaps, _sign(group) * self.strength)
             torch._foreach_add_(gradients, gaps)
 
 
@@ -184,7 +194,7 @@ class GapAware(_Correction):
         steps = super().begin(run)
         return steps and {**steps, Kind.UPDATE: self._average}
 
-    def _correct(self, n: int, group: Group, params: list[Tensor], sign: float) -> None:
+    def _correct(self, n: int, group: Group, params: list[Tensor], stale: Views) -> None:
         stage_weights, adam = self._weights, "betas" in group
         rate = float(group["lr"]) * stage_weights.updater.rate_factor
         largest = self._largest[n] = max(rate, self._largest.get(n, 0.0))
@@ -195,7 +205,8 @@ class GapAware(_Correction):
         params = [p for p in params if p in self._counts]
         if not params or not scale:
             return
-        gradients, weights, gaps = self._compared(params)
+        gradients: list[Any] = [p.grad for p in params]
+        gaps = self._gaps(params, stale)
         unbiased = [scale * (1.0 - self.decay ** self._counts[p]) ** -0.5 for p in params]
         sizes = torch._foreach_sqrt([self._averages[p] for p in params])  # C
         torch._foreach_mul_(sizes, unbiased)
@@ -207,8 +218,8 @@ class GapAware(_Correction):
         # The step adds the whole L2 penalty p again: share*(g + p) - p = share*g + (share - 1)*p.
         if decay and not decoupled:
             torch._foreach_add_(sizes, -1.0)
-            torch._foreach_mul_(sizes, weights)
-            torch._foreach_mul_(sizes, sign * decay)
+            torch._foreach_mul_(sizes, [true[p] for p in params])
+            torch._foreach_mul_(sizes, _sign(group) * decay)
             torch._foreach_add_(gradients, sizes)
 
     def _average(self, i: int, j: int) -> None:
@@ -232,7 +243,12 @@ class GapAware(_Correction):
         most = max(counts.values())
         fewer = {n: count for n, count in counts.items() if count < most}
         state = {n: self._averages[p] for n, p in named if n in counts}
-        return {**state, "count": most, "fewer": fewer, "largest_rates": [*self._largest.items()]}
+        return {
+            **state,
+            "count": most,
+            "fewer": fewer,
+            "largest_rates": [*map(list, self._largest.items())],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a result of ``state_dict``; parameters that are not in it begin anew."""
@@ -265,7 +281,7 @@ class AdaptiveBraking(_Correction):
     def __init__(self, strength: float) -> None:
         self.strength = non_negative("strength", strength)
 
-    def _correct(self, n: int, group: Group, params: list[Tensor], sign: float) -> None:
+    def _correct(self, n: int, group: Group, params: list[Tensor], stale: Views) -> None:
         params = [p for p in params if self._momentum(p) is not None]
         if not params:
             return
@@ -285,8 +301,7 @@ class AdaptiveBraking(_Correction):
         # longer; next to a far longer g the angle is unknown and counts as 90 degrees.
         cosines = ((g * g + v * v - apart * apart) / (2.0 * g * v)).clamp_(-1.0, 1.0)
         cosines = cosines.where((g > 0.0) & (g < _FAR_LONGER * v), 0.0)
-        # A step that maximizes has the momentum of negated gradients.
-        shares = 1.0 - sign * self.strength * cosines
+        shares = 1.0 - _sign(group) * self.strength * cosines
         torch._foreach_mul_(gradients, list(shares.unbind()))
 
 
