@@ -60,6 +60,12 @@ class Pass:
         >>> pipe.release()
     """
 
+    # Some of these serve one pass of this package, because no step could. Flags: ranks deal batches
+    # out by ``own_minibatches``, and refuse replicas by ``alone``, before there are stages; the
+    # update asks ``skips`` and ``moves_weights`` before it chooses what it writes. Hooks:
+    # ``finished``, since the loss's step makes the mean; ``crosses``, since a call has no run;
+    # ``gradient_norm`` and ``whole_lengths``, since only that pass knows shards; ``tells``, which
+    # travels with norms; ``evaluated_weights``, between runs.
     stage: StageView
     skips = False
     own_minibatches = False
@@ -163,7 +169,7 @@ def handlers_of(each: Pass, run: RunView) -> Mapping[Kind, Handler]:
         if kind not in STEPS_OF_TRAINING:
             raise ValueError(
                 f"passes: begin() of {type(each).__name__} returned a handler for {kind}, which is "
-                "no step of a training; schedule/lowering.py has those that a stage runs"
+                "no step of a training; docs/pipeline.md lists those"
             )
     return steps
 
