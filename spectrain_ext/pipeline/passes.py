@@ -13,12 +13,12 @@ from spectrain_ext.method import phases_of
 from spectrain_ext.schedule import STEPS_OF_TRAINING, Kind
 from spectrain_ext.transport import Message
 
-from .views import ProcessesView, RunView, StageView
-
 if TYPE_CHECKING:
     import torch
 
     from spectrain_ext.method import Method
+
+    from .views import ProcessesView, RunView, StageView
 
 
 #: Runs a step of an instruction, for minibatch i and microbatch j.
