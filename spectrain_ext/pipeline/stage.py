@@ -147,6 +147,7 @@ class Stage:
         # On the stream that writes them: this waits for no other stage and no communication.
         with self.predict.using(reads=self.memory), torch.no_grad():
             yield
+        self.predict.record(self.loaded)  # for whoever writes them next
 
     def carry_own_writes(self, own: OwnWrites) -> None:
         """Change the true weights as the module has changed those that it computes with."""
