@@ -238,7 +238,7 @@ def test_a_shared_wire_takes_twice_as_long():
 
 def test_what_the_planner_knows_is_what_the_frontier_says():
     root = Path(__file__).resolve().parents[2]
-    known = root / "spectrain_ext" / "planning" / "quality.json"
+    known = root / "spectrain_ext" / "tools" / "planning" / "quality.json"
     assert known.read_text() == known_to_planner(root / "bench" / "results")
 
 
