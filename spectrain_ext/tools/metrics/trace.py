@@ -110,7 +110,9 @@ class Trace(Observer):
                 ended = max(self._seconds(end) - first, begun)
                 lane_ends[k, lane] = ended
                 spans.append(Span(k, lane, kind, before + i, j, begun, ended, version, horizon))
-            before += 1 + max((action[2] for action in part.records), default=-1)
+            # A rank learns of the end of a run after some actions of a minibatch without an update.
+            done = (i for _, kind, i, *_ in part.records if kind is Kind.UPDATE)
+            before += 1 + max(done, default=-1)
         return spans
 
     @property
