@@ -61,14 +61,15 @@ def applied(
     """Apply a method, and those that it changes to, to stages; refuse what is impossible."""
     found = []
     for one, places in phases_on(method, replicas.stages, microbatches, window, replicas):
+        norms = [max_norm_at(one, place, clip_norm) for place in places]
+        globally = clips_globally(one, clip_norm, clip_scope)
         for place in places:
             own = optimizers.get(place.stage)
             rules = rules_at(one, place, own)
             if own is not None:
                 _check_rates(one, place, own)
                 check_optimizer(one, rules, place.stage, own)
-        norms = [max_norm_at(one, place, clip_norm) for place in places]
-        found.append(AppliedMethod(one, places, norms, clips_globally(one, clip_norm, clip_scope)))
+        found.append(AppliedMethod(one, places, norms, globally))
     return found
 
 

@@ -163,6 +163,8 @@ class Pipeline(Loops):
             sides_of(split_dim)
             check_loss_fn(loss_fn, parts, count)
             check_functions(optimizer, loss_fn, scheduler)
+            # What needs no optimizer is refused before any is made.
+            applied(chosen, {}, parts, window, replicas, *self._clipping)
             made = weights_of(here, self._copies, optimizer, scheduler, master_dtype)
             optimizers = {k: w.optimizer for k, w in zip(here, made, strict=True) if w is not None}
             self._methods = applied(chosen, optimizers, parts, window, replicas, *self._clipping)
