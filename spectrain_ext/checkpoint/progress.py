@@ -230,7 +230,9 @@ class PassState(Item):
 
     def saved(self, keep: Keep) -> Json:
         names, of_parameters, rest = self._part.names, {}, {}
-        for key, value in self.state().items():
+        if not (present := self.state()):
+            return {}
+        for key, value in present.items():
             p = self._named.get(key)
             if p is None:
                 rest[key] = value

@@ -274,8 +274,9 @@ def _keeper(
 
 def _of_stage(part: Part, keep: Keep) -> Json:
     items = {key: item.saved(keep) for key, item in items_of(part).items()}
-    found = {name: item.saved(keep) for name, item in passes_of(part).items() if item.state()}
-    own = {"optimizer": None, "scheduler": None, "passes": found}
+    found = {name: item.saved(keep) for name, item in passes_of(part).items()}
+    passes = {name: state for name, state in found.items() if state}
+    own = {"optimizer": None, "scheduler": None, "passes": passes}
     return {**own, **Weights(part).saved(keep), **items}
 
 

@@ -51,7 +51,6 @@ class AppliedMethod(NamedTuple):
 
 def applied(
     method: Method,
-    optimizers: Mapping[int, torch.optim.Optimizer],  # of the stages of this process that train
     microbatches: int,
     window: Window,
     replicas: Replicas,
@@ -61,16 +60,22 @@ def applied(
     """Apply a method, and those that it changes to, to stages; refuse what is impossible."""
     found = []
     for one, places in phases_on(method, replicas.stages, microbatches, window, replicas):
+        for place in places:
+            rules_at(one, place)  # refuses what a stage cannot have
         norms = [max_norm_at(one, place, clip_norm) for place in places]
         globally = clips_globally(one, clip_norm, clip_scope)
-        for place in places:
-            own = optimizers.get(place.stage)
-            rules = rules_at(one, place, own)
-            if own is not None:
-                _check_rates(one, place, own)
-                check_optimizer(one, rules, place.stage, own)
         found.append(AppliedMethod(one, places, norms, globally))
     return found
+
+
+def check_optimizers(
+    methods: Iterable[AppliedMethod], weights: Mapping[int, StageWeights | None]
+) -> None:
+    """Refuse optimizers, by the indices of their stages, that do not fit a method."""
+    for each in methods:
+        for k, own in ((k, w.optimizer) for k, w in weights.items() if w is not None):
+            _check_rates(each.method, each.places[k], own)
+            check_optimizer(each.method, each.followed_by(k, own)[0], k, own)
 
 
 def _check_rates(method: Method, place: Place, optimizer: torch.optim.Optimizer) -> None:

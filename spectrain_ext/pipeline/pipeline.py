@@ -49,7 +49,7 @@ from .arguments import (
 )
 from .batch import SplitDim, sides_of
 from .compute import Mode
-from .course import AppliedMethod, ClipScope, applied, weights_of
+from .course import AppliedMethod, ClipScope, applied, check_optimizers, weights_of
 from .edges import SourceSettings
 from .executor import Executor, keeping
 from .loops import Loops, checked_batches, warn_unless_begun
@@ -163,11 +163,9 @@ class Pipeline(Loops):
             sides_of(split_dim)
             check_loss_fn(loss_fn, parts, count)
             check_functions(optimizer, loss_fn, scheduler)
-            # What needs no optimizer is refused before any is made.
-            applied(chosen, {}, parts, window, replicas, *self._clipping)
+            self._methods = applied(chosen, parts, window, replicas, *self._clipping)
             made = weights_of(here, self._copies, optimizer, scheduler, master_dtype)
-            optimizers = {k: w.optimizer for k, w in zip(here, made, strict=True) if w is not None}
-            self._methods = applied(chosen, optimizers, parts, window, replicas, *self._clipping)
+            check_optimizers(self._methods, dict(zip(here, made, strict=True)))
             self._since = 0  # minibatches of training before the first of them
             self.minibatches, self.devices = 0, tuple(where)
             if len(here) == replicas.stages:
@@ -414,9 +412,9 @@ class Pipeline(Loops):
             chosen = find_method(method)
             then = Phase(chosen, self.minibatches)
             checked_passes(self._passes, replace(self.method, then=then))  # as of a hybrid
-            trained = {s.index: s.weights.optimizer for s in stages if s.weights is not None}
             parts = self._applied.places[0].microbatches * replicas.counts[0]
-            found = applied(chosen, trained, parts, window, replicas, *self._clipping)
+            found = applied(chosen, parts, window, replicas, *self._clipping)
+            check_optimizers(found, {stage.index: stage.weights for stage in stages})
             try:
                 for each in found:
                     self._use_passes(each, stages)  # which a pass may refuse
