@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 from helpers.pipeline_cases import batches, losses, mse, sgd, tanh_stages, torch_sgd
@@ -48,11 +49,12 @@ def test_a_change_that_is_refused_changes_nothing():
     stages, data = tanh_stages(3), batches(4)
     more = {"clip_norm": 0.05, "clip_scope": "global", "optimizer": torch_sgd()}
     pipe, same = (make(stages, "1f1b", **more) for _ in range(2))
+    flushing = replace(st.spectrain(), schedule="gpipe")  # nothing else is wrong with it
     for method, window, match in (
         ("nope", None, "there is no 'nope'"),
         ("vanilla", [1, 2, 2], "a deadlock"),
         ("pipedream-2bw", None, "at least 3 microbatches"),
-        ("sync+spectrain@9", None, "torch.optim.sgd.SGD, and method 'spectrain'"),
+        (st.hybrid("sync", flushing, after=9), None, "torch.optim.sgd.SGD, and method 'spectrain'"),
         ("vanilla", None, "clip_scope: under method 'vanilla'"),
     ):
         with pytest.raises(ValueError, match=match):
