@@ -169,7 +169,8 @@ def prediction(groups: Numbers, laws: Sequence[Law]) -> Prediction:
                     "steps: a second-order prediction needs the gradient; let the step write it "
                     "(predict=)"
                 )
-    eps = tuple([each.eps for each in groups])
+    # Rules that divide by a root have one.
+    eps = tuple([getattr(each, "eps", 0.0) for each in groups])
     return f"{groups[0].rule}_predict", terms, eps, _rates(groups)
 
 

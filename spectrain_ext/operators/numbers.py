@@ -173,7 +173,6 @@ class Hyperparameters:
     __slots__ = ()
     rule: ClassVar[str]
     lr: float
-    eps: float = 0.0  # of a rule that divides by a root
 
     @property
     def has_momentum(self) -> bool:
