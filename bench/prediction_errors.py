@@ -156,7 +156,7 @@ def _stepped(
     def state(key: str) -> list[Tensor]:
         return [optimizer.state[p][key].clone() for p in params]
 
-    rate = group["lr"] * weights.updater.rate_factor
+    rate = group["lr"] * weights.rate_factor
     shared = {"lr": rate, "weight_decay": group["weight_decay"], "predict": predict}
     if "betas" in group:
         st.adam_step_(

@@ -148,7 +148,8 @@ class DelayedStage:
         versions.hold(content)
         if versions.find(content) is None:
             assert content.version == versions.version, content
-            self._storage.write(content, versions.room(content))
+            assert self.weights is not None
+            self.weights.write(content, versions.room(content))
 
     def _own_buffer(self, n: int) -> VersionBuffer:
         if n == len(self._own):

@@ -43,7 +43,9 @@ class OptimizerState(Item):
         self._optimizer = optimizer
         self._names, self._owners = part.parameter_names(), part.parameters()
         self._is_ours = isinstance(optimizer, PredictingOptimizer)
-        self._loose = optimizer.loose_keys if isinstance(optimizer, PredictingOptimizer) else ()
+        self._loose = (
+            optimizer.stepper.rule.loose if isinstance(optimizer, PredictingOptimizer) else ()
+        )
         self._is_known = self._is_ours or type(optimizer).__module__.startswith("torch.optim")
 
     def _params(self) -> list[Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from .guards import Ordered
-from .parameters import Views
+from .layout import Views
 from .state import laid_out_as
 from .swaps import Swap, swapped
 
@@ -24,9 +24,8 @@ class Foreign(Ordered):
     state has it until ``unbind``, also after loading.
     """
 
+    predicts = False
     buffer_keys = ()
-    rate_factor = 1.0  # on the groups' learning rates, while a step runs
-    correction: object = None  # never another one, see ``check_optimizer``
 
     # Requirement: the optimizer reads its parameters and gradients again in each step, and changes
     # parameters in place or assigns data of the same shape.
@@ -52,7 +51,10 @@ class Foreign(Ordered):
     def momentum_dtype(self, param: Tensor) -> torch.dtype:
         return param.dtype
 
-    def bind(self, master: Views | None, buffers: Mapping[str, Views]) -> None:
+    def bind(
+        self, master: Views | None, buffers: Mapping[str, Views], correction: object = None
+    ) -> None:
+        """Make steps on ``master``; there is no correction, see ``check_optimizer``."""
         self._forget()
         self._params = tuple(p for group in self._optimizer.param_groups for p in group["params"])
         self._master = master
@@ -73,14 +75,16 @@ class Foreign(Ordered):
     def update_in(self, views: Views) -> None:
         self._master = views
 
-    def write_with_next_step(self, outs: Views | None, steps: Any = 0.0) -> None: ...
-
     # The step.
 
-    def step(self) -> None:
-        """Run the optimizer's step on the true weights."""
-        with self._on_true_weights("step"), self._scaled_rates():
+    def step(self, factor: float = 1.0, write: object = None) -> bool:
+        """Run the optimizer's step on the true weights, with ``factor`` times its learning rates.
+
+        Returns True: others' code has run.
+        """
+        with self._on_true_weights("step"), self._scaled_rates(factor):
             self._optimizer.step()
+        return True
 
     def set_mode(self, mode: Literal["train", "eval"]) -> None:
         """Call the optimizer's ``train`` or ``eval``, if it has both, on the true weights.
@@ -116,8 +120,8 @@ class Foreign(Ordered):
                 raise
 
     @contextmanager
-    def _scaled_rates(self) -> Iterator[None]:
-        if self.rate_factor == 1.0:
+    def _scaled_rates(self, factor: float) -> Iterator[None]:
+        if factor == 1.0:
             yield
             return
         scaled: dict[int, tuple[Any, Any]] = {}  # by group: the caller's rate, and the step's
@@ -126,7 +130,7 @@ class Foreign(Ordered):
         def scale(*_: object) -> None:
             for index, group in enumerate(groups):
                 if index not in scaled or group["lr"] is not scaled[index][1]:
-                    scaled[index] = group["lr"], group["lr"] * self.rate_factor
+                    scaled[index] = group["lr"], group["lr"] * factor
                     group["lr"] = scaled[index][1]
 
         with ExitStack() as held:
@@ -145,18 +149,18 @@ class Foreign(Ordered):
     def _copied(self, _: object, state_dict: dict[str, Any]) -> dict[str, Any]:
         if self._buffers is None:
             return state_dict
-        with self._owners_turn():
+        with self.owners_turn():
             state = _mapped(state_dict["state"], lambda tensor: tensor.detach().clone())
             return {**state_dict, "state": state}
 
     def _before_load(self, _: object, state_dict: dict[str, Any]) -> None:
-        with self._owners_turn():
+        with self.owners_turn():
             self._loading = state_dict if self._wide else None
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
         """Undo torch's cast of state to the parameters' dtypes, and use the parameters' strides."""
         loading, self._loading = self._loading, None
-        with self._owners_turn():
+        with self.owners_turn():
             if loading is not None:
                 saved_groups = loading["param_groups"]
                 for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):

@@ -13,7 +13,6 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from spectrain_ext.interrupts import deferred
 
@@ -23,34 +22,6 @@ _SAVES = nn.Module._save_to_state_dict.__code__
 _GUARDED = ("detach", "__deepcopy__", "__reduce_ex__")
 
 # Wrappers of methods.
-
-
-def hooked(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a step in torch's hooks and profiler range only if one of them is in use."""
-
-    def between_hooks(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._hooks is None:
-            return func(self, *args, **kwargs)
-        keeps = bool(self._optimizer_step_post_hooks or _global_optimizer_post_hooks)
-        return self._hooks.outside(partial(func, self, *args, **kwargs), keeps)
-
-    # The profiler range costs as much as the rest of a small step.
-    plain: Callable[..., Any] = torch.optim.Optimizer.profile_hook_step(between_hooks)
-
-    @wraps(func)
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if (
-            self._optimizer_step_pre_hooks
-            or self._optimizer_step_post_hooks
-            or _global_optimizer_pre_hooks
-            or _global_optimizer_post_hooks
-        ):
-            return self._with_hooks(partial(plain, self, *args, **kwargs))
-        if torch._C._autograd._profiler_enabled():
-            return plain(self, *args, **kwargs)
-        return func(self, *args, **kwargs)
-
-    return step
 
 
 def without_compiler(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,7 +62,7 @@ class Ordered:
         """
         self._order = WeakMethod(turn)
 
-    def _owners_turn(self) -> AbstractContextManager[object]:
+    def owners_turn(self) -> AbstractContextManager[object]:
         turn = None if self._order is None else self._order()
         return nullcontext() if turn is None else turn()
 

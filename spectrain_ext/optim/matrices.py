@@ -14,10 +14,9 @@ from spectrain_ext.operators.calls import Role
 from spectrain_ext.operators.numbers import Adam
 
 from .base import PredictingOptimizer
-from .launch import Launch, Prepared
 from .matrix_updates import SIDES, Orthogonal, Rotated
 from .optimizers import ADAM, AdamW
-from .state import Group, Rule, State, betas_of, plain, rate_of
+from .state import Group, Rule, betas_of, plain, rate_of
 
 
 def _of_updates(group: Group) -> dict[str, Any]:
@@ -69,28 +68,9 @@ _SOAP = replace(
 )
 
 
-class _MatrixLaunch(Launch):
-    """Steps by the changes of updates, which torch's operators compute."""
-
-    is_special = True
-
-    @torch.no_grad()
-    def pass_gradients(self, step: Prepared, state: State) -> None:
-        assert self._buffers is not None
-        changes: list[Tensor | None] = [None] * len(self.params)
-        for row, (n, p) in enumerate(zip(self._assignment, self.params, strict=True)):
-            if p.grad is not None:
-                numbers, count = step.templates[self.cohorts[n].group], int(step.after[n][0])
-                last, momentum = (column[row] for column in self._buffers)
-                update = numbers.update(self._weights[row], p.grad, momentum, state[p], count)
-                changes[row] = update.sub_(last)
-        self.native.set_gradients(tuple(changes))
-
-
 class _OfMatrices(PredictingOptimizer):
     """Base of ``Muon`` and ``SOAP``: parameter groups of matrices, and AdamW's for the rest."""
 
-    _of_matrices = _MatrixLaunch
     _rest: dict[str, Any]
     hidden: frozenset[Tensor] | None = None  # pipelines check that stages have all of them
 

@@ -150,7 +150,7 @@ class SGD(PredictingOptimizer, torch.optim.SGD):
         self.defaults.update(dict.fromkeys(asked, True))
         self._complete_groups()
         for index in range(len(self.param_groups)):
-            self._parameters.check_group(self.param_groups, index)
+            self.stepper.check_group(index)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over state; groups that were saved by torch.optim.SGD lack this class's extras."""

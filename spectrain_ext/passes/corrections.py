@@ -196,7 +196,7 @@ class GapAware(_Correction):
 
     def _correct(self, n: int, group: Group, params: list[Tensor], stale: Views) -> None:
         stage_weights, adam = self._weights, "betas" in group
-        rate = float(group["lr"]) * stage_weights.updater.rate_factor
+        rate = float(group["lr"]) * stage_weights.rate_factor
         largest = self._largest[n] = max(rate, self._largest.get(n, 0.0))
         scale, eps = (1.0, float(group["eps"])) if adam else (largest, 1e-8)
         decay, decoupled = float(group["weight_decay"]), group.get("decoupled_weight_decay", False)

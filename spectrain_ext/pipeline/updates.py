@@ -28,7 +28,8 @@ class Loads:
     """Who loads: the weights of a stage, for forwards and backwards of one run."""
 
     def __init__(self, stage: Stage, weights: StageWeights, storage: Storage) -> None:
-        self._stage, self._versions, self._storage = stage, weights.versions, storage
+        self._stage, self._weights, self._storage = stage, weights, storage
+        self._versions = weights.versions
 
     def handlers(self) -> dict[Kind, Handler]:
         versions = self._versions
@@ -64,7 +65,7 @@ class Loads:
             stage.predict.wait(buffer.read)
         reads = stage.optimizer_state, storage.true.memory
         with stage.predict.using(reads=reads, writes=(buffer.memory,)):
-            storage.write(content, buffer)
+            self._weights.write(content, buffer)
         if not stage.immediate:
             note_written(stage, buffer)
         return buffer
@@ -169,7 +170,7 @@ class Updates:
     def _update(self, i: int, j: int) -> None:
         """Step the optimizer, unless a pass skips that; write the next forward's weights."""
         stage = self._stage
-        weights, skips = stage.weights, stage.skips
+        weights, skips = stage.weights, bool(stage.passes) and stage.skips
         assert weights is not None and weights.storage is not None
         if weights.own_writes is not None:
             weights.own_writes.check(stage.index)

@@ -14,18 +14,20 @@ from torch.autograd.graph import increment_version
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from spectrain_ext.operators.laws import Linear, SecondOrder
-from spectrain_ext.optim import PredictingOptimizer
-from spectrain_ext.optim.base import Updater, updater_of
+from spectrain_ext.optim.base import updater_of
 from spectrain_ext.optim.guards import StepGuard
 from spectrain_ext.schedule import Entries, Generator, Place, Rules, count_stage, find_generator
 
 from .own_writes import OwnWrites
-from .storage import Content, Storage, flat_nbytes, local_part, true_dtype
+from .storage import Content, Storage, VersionBuffer, flat_nbytes, local_part, true_dtype
 from .versions import Update, Versions
 
 if TYPE_CHECKING:
     import torch
     from torch.optim.lr_scheduler import LRScheduler
+
+
+_COPY = Linear(0)  # writes weights that are not predicted
 
 
 class StageMemory(NamedTuple):
@@ -75,6 +77,7 @@ class StageWeights:
         self.storage: Storage | None = None
         self._half: Storage | None = None  # while it is bound or unbound
         self.own_writes: OwnWrites | None = None  # in a run that has to notice them
+        self.rate_factor = 1.0  # on the learning rates, in a run
         self.followed: object = None  # by what rules it trains
         _made.add(self)
 
@@ -107,7 +110,7 @@ class StageWeights:
         for p, master in self.masters().items():
             if p in wide:
                 master.copy_(wide[p])
-        if not isinstance(self.updater, PredictingOptimizer):  # it has no bound state
+        if not self.updater.predicts:  # it has no bound state
             for p, kept in entries.items():
                 state[p].update(kept)
 
@@ -232,10 +235,12 @@ class StageWeights:
         follow an update; ``replicated``: whether replicas must keep the same weights.
         """
         self._factor, self._updates, self.moves = factor, 0, moves
-        storage, rates = self._bound, partial(_rates, self.updater, self.optimizer)
+        storage = self._bound
         storage.begin()
         self._scale_rates()
-        self.versions = Versions(self.rules, self._place, Entries(self.entry()), storage, rates)
+        self.versions = Versions(
+            self.rules, self._place, Entries(self.entry()), storage, self._rates
+        )
         named = self.module.named_parameters()
         learns: dict[Tensor, str] = {p: name for name, p in named if p.requires_grad}
         idle = self.versions.loads_nothing
@@ -245,8 +250,7 @@ class StageWeights:
 
     def end(self) -> None:
         """Put the true weights back into the parameters, and forget the microbatches in flight."""
-        self.updater.write_with_next_step(None)
-        self.updater.rate_factor = 1.0
+        self.rate_factor = 1.0
         self._bound.end()
         self.drop_gradients()
         for p in self._owners:  # after a failure: DTensors, whose shards are ``params``
@@ -316,29 +320,33 @@ class StageWeights:
                 p.grad, p.data = gradient.to(true.dtype), working
         return narrow
 
-    # The update.
+    # The update, and other writes of versions.
 
     def step(self, update: Update) -> None:
         """Step the optimizer and the scheduler."""
-        storage, updater, room = self.storage, self.updater, update.room
+        storage, room, kept, write = self.storage, update.room, update.kept, None
         assert storage is not None, "not bound"
+        if kept is not None:
+            storage.keep_true(kept, self.rate_factor)
+        if storage.keeps_before:
+            storage.note_before()
         written = None if room is None else room.content
-        storage.before_update(update.kept)
-        if written is not None and room is not None:
-            updater.write_with_next_step(room.flat.views, written.law or 0.0)
-        updater.step()
-        # A hook may have changed them. Asked only if needed: on a GPU it synchronizes.
-        after = _rates(self.updater, self.optimizer) if storage.predicts else ()
-        if written is not None and room is not None and written.rates not in (None, after):
+        if room is not None and written is not None:
+            write = room.flat.views, written.law or _COPY
+        hooks_ran = self.updater.step(self.rate_factor, write)
+        changes_rates = self._stepped is not None or self._factor is not None
+        # Asked only if needed: on a GPU it synchronizes.
+        after = self._rates() if storage.predicts and (changes_rates or hooks_ran) else None
+        if after and room is not None and written and written.rates not in (None, after):
             room.content = None  # the next forward will ask for other rates
         self._updates += 1
-        if self._stepped is not None:
-            self._stepped.step()
-        if self._factor is not None:
+        if changes_rates:
+            if self._stepped is not None:
+                self._stepped.step()
             self._scale_rates()
-        if storage.predicts and (self._stepped is not None or self._factor is not None):
-            self.rates_move = _rates(self.updater, self.optimizer) != after
-        self.drop_gradients()
+            self.rates_move = storage.predicts and self._rates() != after
+        for p in self.params:
+            p.grad = None
 
     def skip(self, update: Update) -> None:
         """Make an update that changes no weights, and write the last step's prediction again."""
@@ -347,18 +355,26 @@ class StageWeights:
             if before is None:  # overwritten: predict as if the momentum had not changed
                 law = room.content and room.content.law
                 assert isinstance(law, SecondOrder)
-                storage.write(Content(0, Linear(law.delay + law.lead)), room)
+                self.write(Content(0, Linear(law.delay + law.lead)), room)
             elif before is not room:
                 storage.copy(before.flat, room.flat)
         if update.kept is not None:
-            storage.keep_true(update.kept)
+            storage.keep_true(update.kept, self.rate_factor)
         self._updates += 1
         self._scale_rates()
         self.drop_gradients()
 
+    def write(self, content: Content, buffer: VersionBuffer) -> None:
+        """Write a version, or a prediction with the learning rates of now."""
+        self._bound.write(content, buffer, self.rate_factor)
+
     def _scale_rates(self) -> None:
         if self._factor is not None:
-            self.updater.rate_factor = self._factor(self._updates)
+            self.rate_factor = self._factor(self._updates)
+
+    def _rates(self) -> tuple[float, ...]:
+        """Return what the rates of a prediction depend on."""
+        return self.rate_factor, *rates_of(self.optimizer)
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
@@ -367,8 +383,3 @@ def rates_of(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
         return tuple([float(group["lr"]) for group in optimizer.param_groups])
     except (KeyError, TypeError):
         return tuple([float(group.get("lr") or 0.0) for group in optimizer.param_groups])
-
-
-def _rates(updater: Updater, optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
-    """Return what the rates of a prediction depend on."""
-    return updater.rate_factor, *rates_of(optimizer)

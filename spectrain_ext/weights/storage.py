@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from spectrain_ext import _C
 from spectrain_ext.operators.calls import Lists, Role
-from spectrain_ext.optim import PredictingOptimizer
+from spectrain_ext.optim.stepper import Stepper
 from spectrain_ext.optim.swaps import shift
 from spectrain_ext.schedule import Rules
 from spectrain_ext.transport import Buffer, Event
@@ -123,12 +123,11 @@ class Storage:
 
     bound: VersionBuffer  # the parameters' buffer
     true: VersionBuffer  # the master, or one of the pool
-    predicts = False  # whether the optimizer writes predictions
 
     def __init__(
         self,
         params: Sequence[Tensor],
-        optimizer: Updater,
+        updater: Updater,
         rules: Rules,
         *,
         master: bool,
@@ -139,7 +138,9 @@ class Storage:
             return true_dtype(p, master_dtype)
 
         self.params = params
-        self.optimizer = optimizer
+        self.updater = updater
+        # Whether the updater writes predictions.
+        self.predicts = master and updater.predicts
         self._correction, self._averaging = rules.correction, rules.averaging
         self._running = False
         self._plans: dict[tuple[int, int], _C.Plan] = {}  # by source and target
@@ -149,12 +150,13 @@ class Storage:
         for _ in range(versions):
             self.new_buffer()
         self.home = self.bound = self.true = self.pool[0]
-        of_state = optimizer.momentum_dtype if master_dtype is None else wide
-        self._state_flats = {key: Flat(params, of_state) for key in optimizer.buffer_keys}
+        of_state = updater.momentum_dtype if master_dtype is None else wide
+        self._state_flats = {key: Flat(params, of_state) for key in updater.buffer_keys}
         self._state = {key: flat.views for key, flat in self._state_flats.items()}
         # Whether parameters can be pointed at the true weights.
         self.same_dtype = all(wide(p) == p.dtype for p in params)
         self.master: VersionBuffer | None = None
+        self.keeps_before = rules.keeps_before  # a version, or an average of changes
         self._before: Flat | None = None
         self._ahead: Flat | None = None  # for an extrapolation that no kernel rounds
         if not master:
@@ -178,20 +180,17 @@ class Storage:
         return VersionBuffer(flat, Buffer(name))
 
     def bind(self) -> None:
-        optimizer = self.optimizer
-        optimizer.bind(self.true.flat.views, self._state)
-        optimizer.correction = self._correction
+        self.updater.bind(self.true.flat.views, self._state, self._correction)
         for p, view in self.home.flat.views.items():
             view.copy_(p.detach())
         self.point(self.home)
-        self.predicts = self.master is not None and isinstance(optimizer, PredictingOptimizer)
 
     def unbind(self) -> None:
         """Give parameters and state ordinary storage; the parameters hold the true weights now."""
         for p in self._parameters_here():
             p.data = p.detach().clone(memory_format=torch.preserve_format)
-        if self.optimizer.is_bound_to(self._state):
-            self.optimizer.unbind()
+        if self.updater.is_bound_to(self._state):
+            self.updater.unbind()
 
     def _parameters_here(self) -> list[Tensor]:
         views = [buffer.flat.views for buffer in self.version_buffers()]
@@ -253,8 +252,8 @@ class Storage:
                 now = self.home.flat.views[p]
                 same = true.to(now.dtype) == now
                 true.copy_(torch.where(same, true, now.to(true.dtype)))
-        if self.optimizer.has_modes:
-            self.optimizer.set_mode("train")
+        if self.updater.has_modes:
+            self.updater.set_mode("train")
             if self.master is not None:
                 self.copy(self.master.flat, self.home.flat)
         if self._before is not None:
@@ -267,7 +266,7 @@ class Storage:
         # Without a begin, the home buffer already has them.
         try:
             if self._running:
-                self.optimizer.set_mode("eval")
+                self.updater.set_mode("eval")
         finally:
             if self._running and self.true is not self.home:
                 self.keep_true(self.home)
@@ -289,33 +288,34 @@ class Storage:
 
     # An update.
 
-    def before_update(self, kept: VersionBuffer | None = None) -> None:
-        if kept is not None:
-            self.keep_true(kept)
-        if self._before is not None and self._averaging:
+    def note_before(self) -> None:
+        """Keep the weights before an update, or add its change to the average of changes."""
+        assert self._before is not None
+        if self._averaging:
             for old, now in zip(self._before.buffers, self.true.flat.buffers, strict=True):
                 old.lerp_(now, 1.0 - self._averaging)
-        elif self._before is not None:
+        else:
             self.copy(self.true.flat, self._before)
 
-    def keep_true(self, buffer: VersionBuffer) -> None:
+    def keep_true(self, buffer: VersionBuffer, factor: float = 1.0) -> None:
         """Write a buffer's content, or the true weights; without a master, updates go there."""
-        self.write(buffer.content or Content(0), buffer)
+        self.write(buffer.content or Content(0), buffer, factor)
         if self.master is None:
             self.true = buffer
-            self.optimizer.update_in(buffer.flat.views)
+            self.updater.update_in(buffer.flat.views)
 
     # Contents.
 
-    def write(self, content: Content, buffer: VersionBuffer) -> None:
+    def write(self, content: Content, buffer: VersionBuffer, factor: float = 1.0) -> None:
+        """Write a version or a prediction; ``factor``: on the learning rates that it uses."""
         law = content.law
         if law is None:
             self.copy(self.true.flat, buffer.flat)
         elif isinstance(law, Difference):
             self._extrapolate(law.steps, buffer.flat)
         else:
-            assert isinstance(self.optimizer, PredictingOptimizer)
-            self.optimizer.write_prediction(buffer.flat.views, law)
+            assert isinstance(self.updater, Stepper)
+            self.updater.predict(buffer.flat.views, law, factor)
 
     def copy(self, source: Flat, target: Flat) -> None:
         """Copy all weights, rounded if the target is narrower."""

@@ -96,6 +96,11 @@ def trained(
     return params, optimizer
 
 
+def law_of(steps: Any) -> Any:
+    """Return the law that a number of steps means."""
+    return steps if hasattr(type(steps), "sgd") else st.laws.Linear(steps)
+
+
 def flat_views(
     params: Sequence[Tensor], dtype: torch.dtype | None = None, *, filled: bool = False
 ) -> dict[Tensor, Tensor]:
@@ -118,7 +123,7 @@ def buffers_for(
 ) -> dict[str, dict[Tensor, Tensor]]:
     """Return what ``bind`` needs for the optimizer's state."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    return {key: flat_views(params, dtype) for key in optimizer.buffer_keys}
+    return {key: flat_views(params, dtype) for key in optimizer.stepper.buffer_keys}
 
 
 def state_of(optimizer: torch.optim.Optimizer, params: Iterable[Tensor]) -> list[dict[str, Any]]:

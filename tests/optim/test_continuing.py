@@ -25,6 +25,7 @@ from helpers.optim_cases import (
     every_rival,
     flat_views,
     give_gradients,
+    law_of,
     made,
     make_params,
     pair_of,
@@ -115,15 +116,15 @@ class Pair:
         if self.case["master"]:
             self.master = flat_views(self.params, filled=True)
         self.outs = flat_views(self.params)
-        self.optimizer.bind(self.master, self.buffers)
-        assert self.optimizer.is_bound_to(self.buffers)
+        self.optimizer.stepper.bind(self.master, self.buffers)
+        assert self.optimizer.stepper.is_bound_to(self.buffers)
 
     def unbind(self) -> None:
         if not self.bound:
-            refuses(self.optimizer.unbind, RuntimeError, "not bound")
+            refuses(self.optimizer.stepper.unbind, RuntimeError, "not bound")
             return
         weights = bits(self.weights)
-        self.optimizer.unbind()
+        self.optimizer.stepper.unbind()
         for views in (*self.buffers.values(), self.master or {}):
             for view in views.values():
                 view.fill_(float("nan"))
@@ -141,7 +142,7 @@ class Pair:
             old, self.master = self.weights, flat_views(self.params)
             for view, w in zip(self.master.values(), old, strict=True):
                 view.copy_(w.detach())
-            self.optimizer.update_in(self.master)
+            self.optimizer.stepper.update_in(self.master)
 
     def continue_in(self, optimizer: Any, weights: list[torch.Tensor]) -> None:
         self.optimizer = optimizer
@@ -150,7 +151,7 @@ class Pair:
             shapes = [p.shape for p in self.twins]
             self.params.sort(key=lambda p: shapes.index(p.shape))
         with pytest.raises(RuntimeError, match="not bound"):
-            optimizer.unbind()
+            optimizer.stepper.unbind()
         self.own(weights)
 
     def saved(self) -> None:
@@ -190,8 +191,9 @@ class Pair:
                 view.fill_(7)
         orders = self.bound and self.steps % 3 > 0
         if orders:
-            self.optimizer.write_with_next_step(self.outs, self.case["law"])
-        self.optimizer.step()
+            self.optimizer.stepper.step(write=(self.outs, law_of(self.case["law"])))
+        else:
+            self.optimizer.step()
         self.reference.step()
         assert_bits(self.weights, self.twins)
         found, expected = (
@@ -211,7 +213,7 @@ class Pair:
             assert_bits([self.outs[p] for p in self.params], predicted if orders else untouched)
             for view in self.outs.values():
                 view.fill_(7)
-            self.optimizer.write_prediction(self.outs, self.case["law"])
+            self.optimizer.stepper.predict(self.outs, law_of(self.case["law"]))
             assert_bits([self.outs[p] for p in self.params], predicted)
         assert_bits(self.weights, self.twins)
 
@@ -294,7 +296,7 @@ def test_loading_casts_what_must_be_cast(
     optimizer = made("SGD", params, momentum_dtype=asked)
     optimizer.load_state_dict(source.state_dict())
     assert {v.dtype for v in momenta(optimizer, params)} == {loaded}
-    assert {optimizer.momentum_dtype(p) for p in params} == {loaded}
+    assert {optimizer.stepper.momentum_dtype(p) for p in params} == {loaded}
     give_gradients(params)
     optimizer.step()
     assert {v.dtype for v in momenta(optimizer, params)} == {loaded}
@@ -343,7 +345,7 @@ def test_state_made_before_the_first_step(name: str) -> None:
     theirs, optimizer, reference = pair_of(name, params)
     for p in params:
         state = {"step": torch.tensor(0.0)}
-        state |= {key: torch.zeros_like(p).detach() for key in optimizer.buffer_keys}
+        state |= {key: torch.zeros_like(p).detach() for key in optimizer.stepper.buffer_keys}
         optimizer.state[p].update(state)
         if name == "NAdam":
             optimizer.state[p]["mu_product"] = torch.tensor(1.0)

@@ -24,6 +24,7 @@ from helpers.optim_cases import (
     bits,
     buffers_for,
     flat_views,
+    law_of,
     make_params,
 )
 from oracle.laws import predict, rows_of
@@ -143,7 +144,7 @@ class Life:
             self.master = flat_views(self.params, wide, filled=True)
         self.buffers = buffers_for(self.optimizer, wide)
         self.outs = flat_views(self.params)
-        self.optimizer.bind(self.master, self.buffers)
+        self.optimizer.stepper.bind(self.master, self.buffers)
 
     @property
     def now(self) -> list[nn.Parameter]:
@@ -185,7 +186,7 @@ class Life:
             twin = self.of[p]
             twin.data = doubled(p)
             for key, buffer in self.entry(p).items():
-                if key in self.optimizer.buffer_keys:
+                if key in self.optimizer.stepper.buffer_keys:
                     keeps = dtype == buffer.dtype or (buffer.dtype == F32 and dtype.itemsize == 2)
                     wanted = self.case["state"] if dtype.itemsize == 2 else None
                     settled = buffer.to(buffer.dtype if keeps else wanted or dtype)
@@ -206,7 +207,7 @@ class Life:
         """The caller changes a parameter's state."""
         p = self.now[3]
         entry, twin = self.entry(p), self.definition.state.get(self.of[p]) or {}
-        buffers = [key for key in self.optimizer.buffer_keys if key in entry]
+        buffers = [key for key in self.optimizer.stepper.buffer_keys if key in entry]
         if how == "cleared":
             entry.clear()
             twin.clear()
@@ -249,10 +250,11 @@ class Life:
         given, before = [p.grad for p in now], rows_of(self.definition, [self.of[p] for p in now])
         kept, weights = [None if g is None else g.clone() for g in given], bits(now)
         versions = [p._version for p in now]
-        if self.bound:
-            optimizer.write_with_next_step(self.outs, law or 0)
         with torch.device(how.under):
-            optimizer.step()
+            if self.bound:
+                optimizer.stepper.step(write=(self.outs, law_of(law or 0)))
+            else:
+                optimizer.step()
         for p, g, old in zip(now, given, kept, strict=True):
             assert p.grad is g
             assert g is None or torch.equal(g, old)
@@ -288,7 +290,7 @@ class Life:
         entry, precision = self.entry(p), PRECISION[self.weight(p).dtype]
         assert list(entry) == list(theirs)
         for key, value in entry.items():
-            if key in self.optimizer.buffer_keys:
+            if key in self.optimizer.stepper.buffer_keys:
                 assert value.stride() == p.stride()
                 assert not self.bound or value is self.buffers[key][p]
                 close(value, theirs[key], precision, least=0.0 if key == "exp_avg_sq" else 0.1)
@@ -314,7 +316,7 @@ class Life:
             if not isinstance(law, SecondOrder):
                 for view in self.outs.values():
                     view.fill_(7)
-                optimizer.write_prediction(self.outs, law or 0)
+                optimizer.stepper.predict(self.outs, law_of(law or 0))
                 assert_bits([self.outs[p] for p in now], found)
             assert [p._version for p in now] == versions
             self.check_predicted(law or 0, before, found)

@@ -157,7 +157,7 @@ def test_a_state_dict_that_does_not_fit(misfit: str) -> None:
     for name in ADAMS if misfit in ("count", "half", "others") else OF_TORCH:
         params, optimizer = trained(name)
         saved = copy.deepcopy(optimizer.state_dict())
-        key = optimizer.buffer_keys[-1]
+        key = optimizer.stepper.buffer_keys[-1]
         MISFITS[misfit](saved, saved["state"][5], key)
         saved["state"][1][key] = torch.tensor(7.0)
         kept, group = values(state_of(optimizer, params)), dict(optimizer.param_groups[0])
@@ -184,22 +184,24 @@ def test_laws_that_do_not_apply(name: str) -> None:
     params, optimizer = trained(name)
     copies, bound = copy.deepcopy((params, optimizer))
     outs = flat_views(copies)
-    bound.bind(None, buffers_for(bound))
-    bound.write_prediction(outs, 1)
+    bound.stepper.bind(None, buffers_for(bound))
+    bound.stepper.predict(outs, st.laws.Linear(1))
+    give_gradients(copies)
     laws, kept = st.laws, list(outs.values())
     bad: list[Any] = [-1, -1e-9, NAN, INF, laws.SecondOrder(2)]
     bad += [] if name == "SGD" else [laws.Geometric(2.5), laws.Geometric(65)]
     for law in bad:
-        refuses(partial(bound.write_prediction, outs, law), ValueError, "steps", kept)
         refuses(partial(optimizer.predict_, law), ValueError, "steps", params)
+        if isinstance(law, float | int):
+            continue
+        refuses(partial(bound.stepper.predict, outs, law), ValueError, "steps", kept)
         if not isinstance(law, laws.SecondOrder):
-            refuses(partial(bound.write_with_next_step, outs, law), ValueError, "steps")
+            refuses(partial(bound.stepper.step, write=(outs, law)), ValueError, "steps", kept)
         with pytest.raises(RuntimeError, match="predict_ first"):
             optimizer.restore_()
-    refuses(lambda: bound.write_prediction(outs, "far"), TypeError, "far")
-    give_gradients(copies)
+    refuses(lambda: optimizer.predict_("far"), TypeError, "far")
     before = bits(kept)
-    bound.step()  # and nothing was ordered
+    bound.step()  # without a prediction
     assert_bits(kept, before)
 
 
@@ -219,7 +221,7 @@ def test_calls_while_the_weights_are_predicted() -> None:
         lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]}),
         lambda: copy.deepcopy(optimizer),
         lambda: pickle.dumps(optimizer),
-        lambda: optimizer.bind(None, buffers_for(optimizer)),
+        lambda: optimizer.stepper.bind(None, buffers_for(optimizer)),
     ):
         refuses(misuse, RuntimeError, leave, params)
         assert_bits(values(state_of(optimizer, params)), state)
@@ -238,7 +240,7 @@ def test_calls_while_the_weights_are_predicted() -> None:
 @pytest.mark.parametrize("name", OF_TORCH)
 def test_bad_buffers(name: str) -> None:
     params, optimizer = trained(name, BF16)
-    buffers, (*first, last_key) = buffers_for(optimizer), optimizer.buffer_keys
+    buffers, (*first, last_key) = buffers_for(optimizer), optimizer.stepper.buffer_keys
     good, last = buffers[last_key], params[5]
     bad: list[tuple[Any, Any, str]] = [
         (None, {}, last_key),
@@ -254,24 +256,24 @@ def test_bad_buffers(name: str) -> None:
         bad.append((None, given, f"{last_key} of parameter 5 of group 0"))
     for master, given, message in bad:
         with pytest.raises(ValueError, match=message):
-            optimizer.bind(master, given)
+            optimizer.stepper.bind(master, given)
     assert all(view.isnan().all() for views in buffers.values() for view in views.values())
-    optimizer.bind(None, buffers)
+    optimizer.stepper.bind(None, buffers)
     with pytest.raises(RuntimeError, match="already"):
-        optimizer.bind(None, buffers)
+        optimizer.stepper.bind(None, buffers)
 
 
 def test_calls_that_need_a_binding_or_none() -> None:
     params, optimizer = trained()
-    outs, last = flat_views(params), params[5]
+    outs, last, law = flat_views(params), params[5], st.laws.Linear(1)
     for use in (
-        optimizer.unbind,
-        lambda: optimizer.write_prediction(outs, 1),
-        lambda: optimizer.write_with_next_step(outs, 1),
-        lambda: optimizer.update_in(outs),
+        optimizer.stepper.unbind,
+        lambda: optimizer.stepper.predict(outs, law),
+        lambda: optimizer.stepper.step(write=(outs, law)),
+        lambda: optimizer.stepper.update_in(outs),
     ):
         refuses(use, RuntimeError, r"not bound, call bind\(\) first")
-    optimizer.bind(None, buffers_for(optimizer))
+    optimizer.stepper.bind(None, buffers_for(optimizer))
     refuses(lambda: optimizer.predict_(1), RuntimeError, "bound")
     more = {"params": [nn.Parameter(torch.ones(2))]}
     refuses(lambda: optimizer.add_param_group(more), RuntimeError, "unbind")
@@ -279,9 +281,9 @@ def test_calls_that_need_a_binding_or_none() -> None:
     strided = {**outs, last: torch.zeros(2062).double()[::2]}
     for views, message in ((short, "has no tensor for parameter 5"), (strided, "of parameter 5")):
         for call, name in (
-            (partial(optimizer.write_prediction, views, 1), "outs"),
-            (partial(optimizer.write_with_next_step, views, 1), "outs"),
-            (partial(optimizer.update_in, views), "weights"),
+            (partial(optimizer.stepper.predict, views, law), "outs"),
+            (partial(optimizer.stepper.step, write=(views, law)), "outs"),
+            (partial(optimizer.stepper.update_in, views), "weights"),
         ):
             refuses(call, ValueError, f"{name}.*{message}", params)
     assert all(out.isnan().all() for out in outs.values())
@@ -299,15 +301,16 @@ def test_prediction_needs_momentum_in_every_group() -> None:
         refuses(partial(predict, 1), ValueError, "group 1 has momentum 0", params)
     with pytest.raises(ValueError, match="group 1"):
         optimizer.check_can_predict()
-    optimizer.bind(None, buffers_for(optimizer))
-    optimizer.write_with_next_step(outs, 0)  # which is a copy
+    optimizer.stepper.bind(None, buffers_for(optimizer))
     give_gradients(params)
-    optimizer.step()
+    optimizer.stepper.step(write=(outs, st.laws.Linear(0)))  # which is a copy
     assert_bits(outs.values(), params)
-    for write in (optimizer.write_prediction, optimizer.write_with_next_step):
-        refuses(partial(write, outs, 1), ValueError, "group 1 has momentum 0", outs.values())
+    law = st.laws.Linear(1)
+    step = partial(optimizer.stepper.step, write=(outs, law))
+    for write in (partial(optimizer.stepper.predict, outs, law), step):
+        refuses(write, ValueError, "group 1 has momentum 0", params, outs.values())
     optimizer.param_groups[1]["momentum"] = 0.5
     optimizer.check_can_predict()
-    optimizer.write_with_next_step(outs, 1)
-    optimizer.param_groups[1]["momentum"] = 0.0  # after the prediction was ordered
-    refuses(optimizer.step, ValueError, "group 1 has momentum 0", params, outs.values())
+    step()
+    optimizer.param_groups[1]["momentum"] = 0.0
+    refuses(step, ValueError, "group 1 has momentum 0", params, outs.values())

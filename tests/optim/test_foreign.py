@@ -126,4 +126,4 @@ def test_where_its_state_is() -> None:
     graded(optimizer.param_groups[0]["params"])
     optimizer.step()
     assert updater_of(optimizer).loose_state() == []  # all of it on the CPU
-    assert made("SGD", params()).loose_state() == []
+    assert made("SGD", params()).stepper.loose_state() == []

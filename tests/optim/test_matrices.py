@@ -189,21 +189,21 @@ def test_bound_with_a_master(dtype: torch.dtype, make: Any) -> None:
     theirs = [nn.Parameter(w.clone()) for w in master.values()]
     optimizer, reference = make(ours), Reference(theirs, make)
     buffers = {
-        key: {p: torch.full_like(master[p], 7) for p in ours} for key in optimizer.buffer_keys
+        key: {p: torch.full_like(master[p], 7) for p in ours}
+        for key in optimizer.stepper.buffer_keys
     }
-    optimizer.bind(master, buffers)
-    assert optimizer.is_bound_to(buffers)
+    optimizer.stepper.bind(master, buffers)
+    assert optimizer.stepper.is_bound_to(buffers)
     outs = {p: torch.full_like(p.detach(), 9) for p in ours}
 
-    optimizer.write_prediction(outs, 3)
+    optimizer.stepper.predict(outs, cases.law_of(3))
     cases.assert_bits(outs.values(), ours)
 
     def step(law: Any, none: Sequence[int] = ()) -> None:
         cases.give_gradients(ours, none=none)
         for p, q in zip(ours, theirs, strict=True):
             q.grad = None if p.grad is None else p.grad.to(wide)
-        optimizer.write_with_next_step(outs, law)
-        optimizer.step()
+        optimizer.stepper.step(write=(outs, law))
         reference.step()
         cases.assert_same(list(master.values()), theirs)
 
@@ -215,10 +215,10 @@ def test_bound_with_a_master(dtype: torch.dtype, make: Any) -> None:
     for delay in (1, 2, 4, 7):
         step(st.laws.SecondOrder(delay, 2))
         written(reference.ahead(delay + 2, delay * (delay + 1) / 2))
-        optimizer.write_prediction(outs, delay)
+        optimizer.stepper.predict(outs, cases.law_of(delay))
         written(reference.ahead(delay))
     decays = 1 - 0.02 * (0.01 if make is soap else 0.1)
-    optimizer.write_prediction(outs, st.laws.Geometric(2))
+    optimizer.stepper.predict(outs, st.laws.Geometric(2))
     twice = theirs[0].detach() * decays**2 - (1 + decays) * reference.now[0]
     cases.assert_same([outs[ours[0]]], [twice.to(dtype)])
     updates = buffers["update_buffer"]
@@ -227,7 +227,7 @@ def test_bound_with_a_master(dtype: torch.dtype, make: Any) -> None:
     held = reference.ahead(3)  # parameters without a gradient: by their last update alone
     step(st.laws.SecondOrder(1, 2), none=[0, 4])
     written([(held if i in (0, 4) else reference.ahead(3, 1))[i] for i in range(len(ours))])
-    optimizer.unbind()
+    optimizer.stepper.unbind()
     assert optimizer.state[ours[0]]["update_buffer"] is not updates[ours[0]]
 
 
@@ -348,7 +348,7 @@ def test_soap_is_the_formula_for_matrices_and_adamw_for_the_rest(
     # Streams that step and streams that save must be ordered.
     keys = ("exp_avg_sq", "left", "left_basis", "right", "right_basis")
     loose = [t for p in params[:3] for k, t in optimizer.state[p].items() if k in keys]
-    found = {id(tensor) for tensor in optimizer.loose_state()}
+    found = {id(tensor) for tensor in optimizer.stepper.loose_state()}
     assert found >= {id(tensor) for tensor in loose} if device == "cuda" else not found
 
 

@@ -181,7 +181,7 @@ def test_memory_is_freed_without_the_collector(name: str) -> None:
     assert grad() is None
     with optimizer.predicted(1.0):
         pass
-    buffer = weakref.ref(optimizer.state[params[0]][optimizer.buffer_keys[-1]])
+    buffer = weakref.ref(optimizer.state[params[0]][optimizer.stepper.buffer_keys[-1]])
     gc.collect()
     gc.disable()
     try:
@@ -201,7 +201,7 @@ def test_steps_and_predictions_in_place_reuse_their_launches(name: str) -> None:
             pass
         cases.give_gradients(params)
         optimizer.step()
-        seen.append(list(optimizer._launches._known.values()))
+        seen.append([rows for each in optimizer.stepper._resolved.values() for rows in each.rows])
     assert all(a is b for a, b in zip(seen[2], seen[3], strict=True))
 
 

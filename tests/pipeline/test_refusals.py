@@ -215,7 +215,9 @@ def test_an_optimizer_that_is_bound_already():
     def optimizer(params):
         made.append(sgd()(params))
         if len(made) == 2:
-            made[-1].bind(None, {"momentum_buffer": {p: torch.zeros_like(p) for p in params}})
+            made[-1].stepper.bind(
+                None, {"momentum_buffer": {p: torch.zeros_like(p) for p in params}}
+            )
         return made[-1]
 
     refused(RuntimeError, "bound already", optimizer=optimizer)

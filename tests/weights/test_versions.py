@@ -148,20 +148,18 @@ class Counting(st.optim.SGD):
 
     def __init__(self, params, counts):
         super().__init__(params, lr=0.05, momentum=0.9)
-        self.counts, self.asked = counts, False
+        stepper = self.stepper
+        step, predict = stepper.step, stepper.predict
 
-    def write_with_next_step(self, views, *law):
-        self.asked = views is not None
-        super().write_with_next_step(views, *law)
+        def counted_step(factor=1.0, write=None, **more):
+            step(factor, write, **more)
+            counts["with a step"] += write is not None
 
-    def write_prediction(self, *args):
-        self.counts["alone"] += 1
-        super().write_prediction(*args)
+        def counted_predict(*arguments):
+            counts["alone"] += 1
+            predict(*arguments)
 
-    def step(self, closure=None):
-        super().step(closure)
-        self.counts["with a step"] += self.asked
-        self.asked = False
+        stepper.step, stepper.predict = counted_step, counted_predict
 
 
 def counted(method, hook=None, dtype=torch.float64, **more):
