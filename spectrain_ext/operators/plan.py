@@ -230,7 +230,7 @@ class Plan:
         """Remember gradients, with None for those that `refresh` reads from their parameters."""
         pairs = zip(self._params, grads, strict=True)
         self._given = tuple(None if g is None or _grad(p) is g else g for p, g in pairs)
-        self._follows_all = self._given.count(None) == len(self._given) and all(
+        self._follows_all = all(g is None for g in self._given) and all(
             isinstance(p, Tensor) for p in self._params
         )
 
