@@ -86,7 +86,7 @@ Arrays::Arrays(std::vector<ArrayList> lists, std::vector<uint16_t> groups, bool 
       grads_name_ = list.name;
       continue;
     }
-    Column* column = column_of(list.role, &outs);
+    Column& column = column_of(list.role, &outs);
     for (size_t i = 0; i < n; ++i) {
       const Place place = place_of(list.name, i, list.writes);
       const Borrowed b = borrow(list.arrays[i], place, loans_);
@@ -98,8 +98,8 @@ Arrays::Arrays(std::vector<ArrayList> lists, std::vector<uint16_t> groups, bool 
                               ", the dtype of " + place_of(momentum_name, i).text() + ", got " +
                               name_of(b.dtype));
       }
-      column->at.push_back(b.data);
-      column->dtype.push_back(b.dtype);
+      column.at.push_back(b.data);
+      column.dtype.push_back(b.dtype);
     }
     if (list.role == Role::momentum) momentum_name = list.name;
   }
@@ -113,13 +113,8 @@ Arrays::Arrays(std::vector<ArrayList> lists, std::vector<uint16_t> groups, bool 
   }
 }
 
-Column* Arrays::column_of(Role role, size_t* outs) const {
-  if (role == Role::out) return &plan->outs[(*outs)++];
-  return role == Role::params     ? &plan->params
-         : role == Role::momentum ? &plan->momentum
-         : role == Role::second   ? &plan->second
-         : role == Role::grads    ? &plan->grads
-                                  : &plan->stashed;
+Column& Arrays::column_of(Role role, size_t* outs) const {
+  return role == Role::out ? plan->outs[(*outs)++] : (*plan).*Plan::column(role);
 }
 
 std::string Arrays::describe(const UnsupportedTypes& error) const {
@@ -175,7 +170,7 @@ void Arrays::check_overlap() {
   for (size_t l = 0; l < kept_.size(); ++l) {
     const Role role = kept_[l].role;
     if (role == Role::grads) continue;
-    const Column& column = *column_of(role, &outs);
+    const Column& column = column_of(role, &outs);
     for (size_t i = 0; i < column.at.size(); ++i) {
       const int64_t bytes = plan->size_of_item(i) * size_of(column.dtype[i]);
       const auto* begin = static_cast<const char*>(column.at[i]);
@@ -229,7 +224,7 @@ void Arrays::keep(bool watch) {
   for (const ArrayList& list : kept_) {
     Watch& watch_list = watches_.emplace_back();
     if (list.role == Role::grads) continue;
-    const Column& column = *column_of(list.role, &outs);
+    const Column& column = column_of(list.role, &outs);
     for (size_t i = 0; i < column.at.size(); ++i) {
       if (plan->size_of_item(i) > 0) watch_list.add(list.arrays[i], column.at[i], i);
     }

@@ -13,9 +13,7 @@
 
 namespace spectrain {
 
-// The role of a list in a plan.
-enum class Role { params, momentum, grads, stashed, out, second };
-using Roles = unsigned;  // one bit for each
+using Roles = unsigned;  // one bit for each role
 constexpr Roles bit(Role role) { return 1u << static_cast<unsigned>(role); }
 
 inline py::handle item(const py::tuple& of, size_t i) {
@@ -72,7 +70,7 @@ class Arrays {
     return {name, i, single_, writes};
   }
   void check(const Borrowed& b, const Place& place, Role role, size_t i) const;
-  Column* column_of(Role role, size_t* outs) const;
+  Column& column_of(Role role, size_t* outs) const;
   void check_overlap();
   // Borrows an array with one float32, or float64 if allowed, on the plan's device.
   Borrowed borrow_number(py::handle array, const Place& place, bool may_be_double,

@@ -126,14 +126,14 @@ class PyPlan {
       operation = static_cast<Operation>(static_cast<int>(operation) + 1);
     }
     if (operation == Operation::none) throw py::value_error("no such operation");
-    const char* columns = row_of(operation).columns;
-    if (stream_of('u', columns) >= 0) {
+    const OperationRow& row = row_of(operation);
+    if (row.has(Role::second)) {
       need(Role::momentum, "exp_avgs", "Adam needs the first moments");
       need(Role::second, "exp_avg_sqs", "Adam needs the second moments");
-    } else if (stream_of('m', columns) >= 0) {
+    } else if (row.has(Role::momentum)) {
       need(Role::momentum, "momentum_buffers",
-           stream_of('g', columns) >= 0 ? "needed where momentum != 0"
-                                        : "a prediction needs the momentum buffers");
+           row.has(Role::grads) ? "needed where momentum != 0"
+                                : "a prediction needs the momentum buffers");
     }
     return operation;
   }

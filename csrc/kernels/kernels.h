@@ -19,9 +19,11 @@ struct KernelKey {
   Operation operation;
   DType w, g, s, o;
 
-  // By the letter of a column, see rules/stream.h.
-  DType& of(char column) {
-    return column == 'g' ? g : column == 'm' || column == 'u' ? s : column == 'o' ? o : w;
+  DType& of(Role role) {
+    return role == Role::grads                              ? g
+           : role == Role::momentum || role == Role::second ? s
+           : role == Role::out                              ? o
+                                                            : w;
   }
   bool operator==(const KernelKey& other) const {
     return operation == other.operation && w == other.w && g == other.g && s == other.s &&

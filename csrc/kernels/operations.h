@@ -67,13 +67,17 @@ using rule_of = typename RuleOf<operation, T>::type;
 struct OperationRow {
   const char* name;
   Operation companion;
-  const char* columns;  // of its rule, as the rest
-  bool reads_rate, has_outs;
+  const Role* roles;  // of its rule's streams
+  int n_streams;
+  bool reads_rate, has_outs;  // of its rule
+
+  bool has(Role role) const { return find_role(roles, n_streams, role) >= 0; }
 };
 
 template <class Rule>
 constexpr OperationRow row(const char* name, Operation companion) {
-  return {name, companion, Rule::columns, Rule::reads_rate, Rule::has_outs};
+  return {name,          companion, Rule::Streams::roles, Rule::Streams::size, Rule::reads_rate,
+          Rule::has_outs};
 }
 
 inline const OperationRow& row_of(Operation operation) {

@@ -102,9 +102,10 @@ Plan::Resolved& Plan::resolve(const Request& request) {
 Plan::Table& Plan::table_for(Tables& tables, const Request& request, size_t item) const {
   const DType w = params.dtype[item];
   KernelKey key{request.operation, w, w, w, w};
-  const std::string columns = row_of(request.operation).columns;
+  const OperationRow& row = row_of(request.operation);
+  const auto n_streams = static_cast<size_t>(row.n_streams);
   for (size_t s = 0; s < request.streams.size(); ++s) {
-    key.of(s < columns.size() ? columns[s] : 'o') = request.streams[s]->dtype[item];
+    key.of(s < n_streams ? row.roles[s] : Role::out) = request.streams[s]->dtype[item];
   }
   // An output of the weights' type needs no conversion; others in the list may.
   if (key.operation == Operation::cast && key.o == key.w) key.operation = Operation::copy;
@@ -240,10 +241,12 @@ Plan::Call Plan::copy_call(const Column& from, const Column& to, Which which) co
 }
 
 std::vector<const Column*> Plan::streams(Operation operation, const Column* out) const {
-  const Column* const all[] = {&params, &grads, &momentum, &second, &stashed, out};
-  const std::string columns = row_of(operation).columns;
-  std::vector<const Column*> result(columns.size());
-  for (size_t s = 0; s < columns.size(); ++s) result[s] = all[stream_of(columns[s], "pgmuko")];
+  const OperationRow& row = row_of(operation);
+  std::vector<const Column*> result;
+  for (int s = 0; s < row.n_streams; ++s) {
+    result.push_back(row.roles[s] == Role::out ? out : &(this->*column(row.roles[s])));
+  }
+  if (out != nullptr && row.has_outs) result.push_back(out);
   return result;
 }
 

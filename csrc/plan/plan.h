@@ -54,6 +54,14 @@ class Plan {
 
   Column params, momentum, second, stashed, grads;
   std::vector<Column> outs;
+  // The list of a role other than `out`.
+  static Column Plan::* column(Role role) {
+    return role == Role::params     ? &Plan::params
+           : role == Role::grads    ? &Plan::grads
+           : role == Role::momentum ? &Plan::momentum
+           : role == Role::second   ? &Plan::second
+                                    : &Plan::stashed;
+  }
 
   // The learning rate in memory of every group, for the next calls; empty: none.
   std::vector<Rate> rates;
@@ -168,7 +176,7 @@ class Plan {
   // Returns nothing if the prediction equals the weights and is written in place.
   std::vector<Call> predict_calls(const Predictor&, const Terms&, const Column& out,
                                   Which which) const;
-  // The lists that an operation's rule names; `out`: its output, if it has one.
+  // The lists of an operation's streams, and of its extra output; `out`: where a prediction goes.
   std::vector<const Column*> streams(Operation operation, const Column* out = nullptr) const;
   // Resolves all calls before the first runs, so that an error changes nothing.
   void run(std::vector<Call> calls, void* stream);

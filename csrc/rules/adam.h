@@ -6,7 +6,6 @@
 //   W' = keep*W - (momentum*m' + gradient*d) / (sqrt(u')*root + eps)
 #pragma once
 
-#include "sgd.h"
 #include "stream.h"
 #include "terms.h"
 
@@ -39,11 +38,10 @@ struct AdamMove {
 template <class W, class G, class M, class Out>
 struct AdamStep : Defaults {
   using Acc = acc_t<W>;
-  enum { kParam, kGrad, kMomentum, kSecond };
-  static constexpr const char* columns = "pgmu";
-  using Streams = StreamList<InOut<W>, In<G>, InOut<M>, InOut<M>>;
+  using Streams = StreamList<InOut<Role::params, W>, In<Role::grads, G>, InOut<Role::momentum, M>,
+                             InOut<Role::second, M>>;
   struct Step {
-    SgdDirection<Acc> direction;
+    Direction<Acc> direction;
     Acc decay, gain, decay2, gain2, eps;
     Coefficients<Acc> move;
   };
@@ -52,7 +50,7 @@ struct AdamStep : Defaults {
     Predictions<Acc> predictions;
   };
   SPECTRAIN_HD static void make(const Setting& s, Args& a) {
-    a.step = {SgdDirection<Acc>::make(s),       static_cast<Acc>(s.decay),
+    a.step = {Direction<Acc>::make(s),          static_cast<Acc>(s.decay),
               static_cast<Acc>(s.gain),         static_cast<Acc>(s.decay2),
               static_cast<Acc>(1.0 - s.decay2), static_cast<Acc>(s.eps),
               Coefficients<Acc>::make(s.step)};
@@ -64,26 +62,31 @@ struct AdamStep : Defaults {
     return step;
   }
   SPECTRAIN_HD static void apply(const Step& a, Acc (&x)[4]) {
-    const Acc d = a.direction(x[kGrad], x[kParam]);
-    x[kMomentum] = multiply_add(a.decay, x[kMomentum], a.gain * d);
+    const Acc d = a.direction(x[Streams::grads], x[Streams::params]);
+    x[Streams::momentum] = multiply_add(a.decay, x[Streams::momentum], a.gain * d);
     // torch's order: u stays finite for a float32 gradient of 1e20, whose square overflows.
-    x[kSecond] = multiply_add(a.decay2, x[kSecond], a.gain2 * d * d);
-    const Acc way = adam_way(a.move, a.eps, x[kMomentum], square_root(x[kSecond]), d);
-    x[kParam] = (a.move.keep == Acc(1) ? x[kParam] : a.move.keep * x[kParam]) - way;
-    x[kGrad] = d;
+    x[Streams::second] = multiply_add(a.decay2, x[Streams::second], a.gain2 * d * d);
+    const Acc way =
+        adam_way(a.move, a.eps, x[Streams::momentum], square_root(x[Streams::second]), d);
+    x[Streams::params] =
+        (a.move.keep == Acc(1) ? x[Streams::params] : a.move.keep * x[Streams::params]) - way;
+    x[Streams::grads] = d;
   }
 
   static constexpr bool has_outs = true;
   static constexpr bool divides = true;
-  static constexpr unsigned kKept = 1u << kGrad | 1u << kSecond;  // the direction and the root
+  static constexpr unsigned kKept =
+      1u << Streams::grads | 1u << Streams::second;  // the direction and the root
   using OutType = Out;
   using Move = AdamMove<Acc>;
   SPECTRAIN_HD static Move move(const Args& a, int term) {
     return {a.predictions.term[term], a.step.eps};
   }
-  SPECTRAIN_HD static void known(Acc (&x)[4]) { x[kSecond] = square_root(x[kSecond]); }
+  SPECTRAIN_HD static void known(Acc (&x)[4]) {
+    x[Streams::second] = square_root(x[Streams::second]);
+  }
   SPECTRAIN_HD static Acc advance(const Move& m, Acc w, const Acc (&x)[4]) {
-    return adam_move(m.by, m.eps, w, x[kMomentum], x[kSecond], x[kGrad]);
+    return adam_move(m.by, m.eps, w, x[Streams::momentum], x[Streams::second], x[Streams::grads]);
   }
 };
 
@@ -91,9 +94,7 @@ struct AdamStep : Defaults {
 template <class W, class M, class Out>
 struct AdamPredict : Defaults {
   using Acc = acc_t<W>;
-  enum { kParam, kMomentum, kSecond };
-  static constexpr const char* columns = "pmuo";
-  using Streams = StreamList<In<W>, In<M>, In<M>>;
+  using Streams = StreamList<In<Role::params, W>, In<Role::momentum, M>, In<Role::second, M>>;
   struct Args {
     Acc eps;
     Predictions<Acc> predictions;
@@ -108,15 +109,17 @@ struct AdamPredict : Defaults {
 
   static constexpr bool has_outs = true;
   static constexpr bool divides = true;
-  static constexpr unsigned kKept = 1u << kSecond;
+  static constexpr unsigned kKept = 1u << Streams::second;
   using OutType = Out;
   using Move = AdamMove<Acc>;
   SPECTRAIN_HD static Move move(const Args& a, int term) {
     return {a.predictions.term[term], a.eps};
   }
-  SPECTRAIN_HD static void known(Acc (&x)[3]) { x[kSecond] = square_root(x[kSecond]); }
+  SPECTRAIN_HD static void known(Acc (&x)[3]) {
+    x[Streams::second] = square_root(x[Streams::second]);
+  }
   SPECTRAIN_HD static Acc advance(const Move& m, Acc w, const Acc (&x)[3]) {
-    return adam_move(m.by, m.eps, w, x[kMomentum], x[kSecond], Acc(0));
+    return adam_move(m.by, m.eps, w, x[Streams::momentum], x[Streams::second], Acc(0));
   }
 };
 

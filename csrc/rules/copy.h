@@ -9,27 +9,22 @@ namespace spectrain {
 template <class Bits>
 struct Copy : NoArgs {
   using Acc = Bits;
-  enum { kSource, kTarget };
-  static constexpr const char* columns = "pk";
-  using Streams = StreamList<In<Bits>, CopyOf<Bits, kSource>>;
+  using Streams = StreamList<In<Role::params, Bits>, CopyOf<Role::stashed, Bits, 0>>;
   SPECTRAIN_HD static void apply(const Args&, Acc (&)[2]) {}
 };
 
 template <class W, class Out_>
 struct Cast : NoArgs {
   using Acc = acc_t<W>;
-  enum { kSource, kTarget };
-  static constexpr const char* columns = "po";
-  using Streams = StreamList<In<W>, Out<Out_>>;
-  SPECTRAIN_HD static void apply(const Args&, Acc (&x)[2]) { x[kTarget] = x[kSource]; }
+  using Streams = StreamList<In<Role::params, W>, Out<Role::out, Out_>>;
+  SPECTRAIN_HD static void apply(const Args&, Acc (&x)[2]) { x[Streams::out] = x[Streams::params]; }
 };
 
 // a <-> b, bit for bit.
 template <class Bits>
 struct Swap : NoArgs {
   using Acc = Bits;
-  static constexpr const char* columns = "pk";
-  using Streams = StreamList<InOut<Bits>, InOut<Bits>>;
+  using Streams = StreamList<InOut<Role::params, Bits>, InOut<Role::stashed, Bits>>;
   SPECTRAIN_HD static void apply(const Args&, Acc (&x)[2]) {
     const Acc a = x[0];
     x[0] = x[1];

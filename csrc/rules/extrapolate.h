@@ -9,9 +9,7 @@ namespace spectrain {
 template <class W>
 struct Extrapolate : Defaults {
   using Acc = acc_t<W>;
-  enum { kParam, kPrevious, kOut };
-  static constexpr const char* columns = "pko";
-  using Streams = StreamList<In<W>, In<W>, Out<W>>;
+  using Streams = StreamList<In<Role::params, W>, In<Role::stashed, W>, Out<Role::out, W>>;
   struct Args {
     Acc steps;
   };
@@ -19,7 +17,8 @@ struct Extrapolate : Defaults {
     a.steps = static_cast<Acc>(s.terms[0].momentum);
   }
   SPECTRAIN_HD static void apply(const Args& a, Acc (&x)[3]) {
-    x[kOut] = multiply_add(a.steps, x[kParam] - x[kPrevious], x[kParam]);
+    x[Streams::out] =
+        multiply_add(a.steps, x[Streams::params] - x[Streams::stashed], x[Streams::params]);
   }
 };
 

@@ -13,19 +13,6 @@
 
 namespace spectrain {
 
-template <class Acc>
-struct SgdDirection {
-  Acc sign, weight_decay;
-  SPECTRAIN_HD static SgdDirection make(const Setting& s) {
-    return {static_cast<Acc>(s.sign), static_cast<Acc>(s.weight_decay)};
-  }
-  SPECTRAIN_HD SgdDirection scaled(Acc factor) const { return {sign * factor, weight_decay}; }
-  SPECTRAIN_HD Acc operator()(Acc g, Acc w) const {
-    const Acc d = sign * g;
-    return weight_decay != Acc(0) ? multiply_add(weight_decay, w, d) : d;  // 0*inf would be NaN
-  }
-};
-
 // The step. Non-finite values in v reach W even if lr is 0, as in torch.
 template <class Acc>
 SPECTRAIN_HD Acc sgd_step(const Coefficients<Acc>& c, Acc w, Acc v, Acc d) {
@@ -43,12 +30,10 @@ SPECTRAIN_HD Acc sgd_move(const Coefficients<Acc>& c, Acc w, Acc v, Acc d) {
 template <class W, class G, class V, class Out>
 struct SgdStep : Defaults {
   using Acc = acc_t<W>;
-  enum { kParam, kGrad, kMomentum };
-  static constexpr const char* columns = "pgm";
   static constexpr bool reads_rate = true;
-  using Streams = StreamList<InOut<W>, In<G>, InOut<V>>;
+  using Streams = StreamList<InOut<Role::params, W>, In<Role::grads, G>, InOut<Role::momentum, V>>;
   struct Step {
-    SgdDirection<Acc> direction;
+    Direction<Acc> direction;
     Acc decay, gain;
     Coefficients<Acc> move;
     Flag<Acc> first;  // there is no momentum yet
@@ -58,7 +43,7 @@ struct SgdStep : Defaults {
     Predictions<Acc> predictions;  // one term each
   };
   SPECTRAIN_HD static void make(const Setting& s, Args& a) {
-    a.step = {SgdDirection<Acc>::make(s), static_cast<Acc>(s.decay), static_cast<Acc>(s.gain),
+    a.step = {Direction<Acc>::make(s), static_cast<Acc>(s.decay), static_cast<Acc>(s.gain),
               Coefficients<Acc>::make(s.step), static_cast<Flag<Acc>>(s.first_step)};
     Predictions<Acc>::make(s, a.predictions);
   }
@@ -69,48 +54,46 @@ struct SgdStep : Defaults {
     return step;
   }
   SPECTRAIN_HD static void apply(const Step& a, Acc (&x)[3]) {
-    const Acc d = a.direction(x[kGrad], x[kParam]);
-    const Acc v = a.first != Flag<Acc>(0) ? d : multiply_add(a.decay, x[kMomentum], a.gain * d);
-    x[kMomentum] = v;
-    x[kParam] = sgd_step(a.move, x[kParam], v, d);
-    x[kGrad] = d;
+    const Acc d = a.direction(x[Streams::grads], x[Streams::params]);
+    const Acc v =
+        a.first != Flag<Acc>(0) ? d : multiply_add(a.decay, x[Streams::momentum], a.gain * d);
+    x[Streams::momentum] = v;
+    x[Streams::params] = sgd_step(a.move, x[Streams::params], v, d);
+    x[Streams::grads] = d;
   }
 
   static constexpr bool has_outs = true;
-  static constexpr unsigned kKept = 1u << kGrad;  // the direction
+  static constexpr unsigned kKept = 1u << Streams::grads;  // the direction
   using OutType = Out;
   using Move = Coefficients<Acc>;
   SPECTRAIN_HD static Move move(const Args& a, int term) { return a.predictions.term[term]; }
   // The stored W and v, which a later predict would read.
   SPECTRAIN_HD static void known(Acc (&)[3]) {}
   SPECTRAIN_HD static Acc advance(const Move& m, Acc w, const Acc (&x)[3]) {
-    return sgd_move(m, w, x[kMomentum], x[kGrad]);
+    return sgd_move(m, w, x[Streams::momentum], x[Streams::grads]);
   }
 };
 
 template <class W, class G>
 struct SgdPlain : Defaults {
   using Acc = acc_t<W>;
-  enum { kParam, kGrad };
-  static constexpr const char* columns = "pg";
   static constexpr bool reads_rate = true;
-  using Streams = StreamList<InOut<W>, In<G>>;
+  using Streams = StreamList<InOut<Role::params, W>, In<Role::grads, G>>;
   struct Args {
-    SgdDirection<Acc> direction;
+    Direction<Acc> direction;
     Acc keep, gradient;
   };
   using Step = Args;
   SPECTRAIN_HD static void make(const Setting& s, Args& a) {
-    a = {SgdDirection<Acc>::make(s), static_cast<Acc>(s.step.keep),
-         static_cast<Acc>(s.step.gradient)};
+    a = {Direction<Acc>::make(s), static_cast<Acc>(s.step.keep), static_cast<Acc>(s.step.gradient)};
   }
   SPECTRAIN_HD static Args step(const Args& a, unsigned /*flags*/, Acc factor) {
     return {a.direction.scaled(factor), a.keep, a.gradient};
   }
   SPECTRAIN_HD static void apply(const Args& a, Acc (&x)[2]) {
-    const Acc d = a.direction(x[kGrad], x[kParam]);
-    const Acc kept = a.keep == Acc(1) ? x[kParam] : a.keep * x[kParam];
-    x[kParam] = multiply_add(-a.gradient, d, kept);
+    const Acc d = a.direction(x[Streams::grads], x[Streams::params]);
+    const Acc kept = a.keep == Acc(1) ? x[Streams::params] : a.keep * x[Streams::params];
+    x[Streams::params] = multiply_add(-a.gradient, d, kept);
   }
 };
 
@@ -119,10 +102,8 @@ struct SgdPlain : Defaults {
 template <class W, class V, class Out_>
 struct SgdPredict : Defaults {
   using Acc = acc_t<W>;
-  enum { kParam, kMomentum, kOut };
-  static constexpr const char* columns = "pmo";
   static constexpr bool reads_rate = true;
-  using Streams = StreamList<In<W>, In<V>, Out<Out_>>;
+  using Streams = StreamList<In<Role::params, W>, In<Role::momentum, V>, Out<Role::out, Out_>>;
   struct Args {
     Coefficients<Acc> term;
   };
@@ -130,7 +111,7 @@ struct SgdPredict : Defaults {
     a = {Coefficients<Acc>::make(s.terms[0])};
   }
   SPECTRAIN_HD static void apply(const Args& a, Acc (&x)[3]) {
-    x[kOut] = sgd_move(a.term, x[kParam], x[kMomentum], Acc(0));
+    x[Streams::out] = sgd_move(a.term, x[Streams::params], x[Streams::momentum], Acc(0));
   }
 };
 
@@ -138,12 +119,11 @@ struct SgdPredict : Defaults {
 template <class W, class V>
 struct SgdStashPredict : SgdPredict<W, V, W> {
   using Acc = acc_t<W>;
-  enum { kParam, kMomentum, kStash };
-  static constexpr const char* columns = "pmk";
-  using Streams = StreamList<InOut<W>, In<V>, CopyOf<W, kParam>>;
+  using Streams =
+      StreamList<InOut<Role::params, W>, In<Role::momentum, V>, CopyOf<Role::stashed, W, 0>>;
   using Args = typename SgdPredict<W, V, W>::Args;
   SPECTRAIN_HD static void apply(const Args& a, Acc (&x)[3]) {
-    x[kParam] = sgd_move(a.term, x[kParam], x[kMomentum], Acc(0));
+    x[Streams::params] = sgd_move(a.term, x[Streams::params], x[Streams::momentum], Acc(0));
   }
 };
 

@@ -1,4 +1,5 @@
-// Describes the streams of a rule: their element types, and whether they are read or written.
+// Describes the streams of a rule: their roles and element types, and whether they are read or
+// written.
 #pragma once
 
 #include <cstdint>
@@ -7,30 +8,48 @@
 
 #include "core/config.h"
 #include "core/options.h"
+#include "core/role.h"
 #include "core/scalar.h"
 #include "core/setting.h"
 
 namespace spectrain {
 
-template <class T, bool Reads, bool Writes, int Source = -1>
+template <Role R, class T, bool Reads, bool Writes, int Source = -1>
 struct Stream {
   using type = T;
+  static constexpr Role role = R;
   static constexpr bool reads = Reads;
   static constexpr bool writes = Writes;
   static constexpr int source = Source;  // >= 0: receives the bits loaded from that stream
 };
-template <class T>
-using In = Stream<T, true, false>;
-template <class T>
-using Out = Stream<T, false, true>;
-template <class T>
-using InOut = Stream<T, true, true>;
-template <class T, int Source>
-using CopyOf = Stream<T, false, true, Source>;
+template <Role R, class T>
+using In = Stream<R, T, true, false>;
+template <Role R, class T>
+using Out = Stream<R, T, false, true>;
+template <Role R, class T>
+using InOut = Stream<R, T, true, true>;
+template <Role R, class T, int Source>
+using CopyOf = Stream<R, T, false, true, Source>;
 
+// Returns the index of a role; -1 if there is none.
+constexpr int find_role(const Role* roles, int n, Role role) {
+  for (int s = 0; s < n; ++s) {
+    if (roles[s] == role) return s;
+  }
+  return -1;
+}
+
+// A rule reads and writes the element of a stream as x[Streams::momentum].
 template <class... S>
 struct StreamList {
   static constexpr int size = sizeof...(S);
+  static constexpr Role roles[] = {S::role...};
+  static constexpr int params = find_role(roles, size, Role::params);
+  static constexpr int grads = find_role(roles, size, Role::grads);
+  static constexpr int momentum = find_role(roles, size, Role::momentum);
+  static constexpr int second = find_role(roles, size, Role::second);
+  static constexpr int stashed = find_role(roles, size, Role::stashed);
+  static constexpr int out = find_role(roles, size, Role::out);
   template <int I>
   using at = std::tuple_element_t<I, std::tuple<S...>>;
 };
@@ -53,8 +72,7 @@ SPECTRAIN_HD void unroll(F&& f) {
 }
 
 // The interface of a rule, which inherits the defaults below:
-// - Streams, the element types, and `columns`, a letter for the list of a plan that each stream is:
-//   parameters, gradients, momentum, u for the second moment, k for kept (stashed) weights, output;
+// - Streams, with the role and the element type of each;
 // - Args, which `make` computes from a Setting;
 // - Step, the part of Args that `apply` needs for a row, small enough for registers, returned by
 //   `step(args, flags, factor)` from the row's flags and the gradients' factor;
@@ -83,15 +101,9 @@ struct NoArgs : Defaults {
   SPECTRAIN_HD static void make(const Setting&, Args&) {}
 };
 
-// The stream of a column; negative: there is none.
-constexpr int stream_of(char column, const char* columns) {
-  for (int s = 0; columns[s] != 0; ++s) {
-    if (columns[s] == column) return s;
-  }
-  return -1;
-}
+// The gradients' stream; negative: there is none.
 template <class Rule>
-constexpr int kGradient = stream_of('g', Rule::columns);
+constexpr int kGradient = Rule::Streams::grads;
 
 // The type of the gradients' factor: the arithmetic type, unless Acc is bits.
 template <class Acc>

@@ -1,4 +1,4 @@
-// Coefficients of a step or a prediction in the arithmetic type of a rule.
+// Coefficients of a step or a prediction in the arithmetic type of a rule, and a step's direction.
 #pragma once
 
 #include "core/scalar.h"
@@ -12,6 +12,20 @@ struct Coefficients {
   SPECTRAIN_HD static Coefficients make(const Term& t) {
     return {static_cast<Acc>(t.keep), static_cast<Acc>(t.momentum), static_cast<Acc>(t.gradient),
             static_cast<Acc>(t.root)};
+  }
+};
+
+// d = sign*factor*g + weight_decay*W, the gradient that steps use.
+template <class Acc>
+struct Direction {
+  Acc sign, weight_decay;
+  SPECTRAIN_HD static Direction make(const Setting& s) {
+    return {static_cast<Acc>(s.sign), static_cast<Acc>(s.weight_decay)};
+  }
+  SPECTRAIN_HD Direction scaled(Acc factor) const { return {sign * factor, weight_decay}; }
+  SPECTRAIN_HD Acc operator()(Acc g, Acc w) const {
+    const Acc d = sign * g;
+    return weight_decay != Acc(0) ? multiply_add(weight_decay, w, d) : d;  // 0*inf would be NaN
   }
 };
 

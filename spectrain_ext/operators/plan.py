@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from types import FunctionType
 from typing import Any, NoReturn, Unpack, cast
+
+from torch import Tensor
 
 from .calls import (
     Gradients,
@@ -102,8 +105,8 @@ class Plan:
         self._single, self._params = lists.single, lists.params
         self._native = lists.plan()
         self._native.keep(True)
-        given_grads = lists.tuple_of(grads) if grads is not None else (None,) * len(self._params)
-        self._given = self._not_followed(given_grads)
+        given = lists.tuple_of(grads) if grads is not None else (None,) * len(self._params)
+        self._set_given(given)
         self._n_outs: int = self._native.n_outs
         self._columns = [name for name, arrays in columns.items() if arrays is not None]
 
@@ -212,17 +215,24 @@ class Plan:
         got them are read from `params[i].grad` again; others stay the given tensors.
         """
         if grads is None:
-            pairs = zip(self._params, self._given, strict=True)
-            self._native.set_gradients(tuple(_grad(p) if g is None else g for p, g in pairs))
+            if self._follows_all:
+                now = tuple(map(_GRAD, self._params))
+            else:
+                pairs = zip(self._params, self._given, strict=True)
+                now = tuple(_grad(p) if g is None else g for p, g in pairs)
+            self._native.set_gradients(now)
         else:
             arrays = (grads,) if self._single else tuple(cast(Iterable[object], grads))
             self._native.set_gradients(arrays)
-            self._given = self._not_followed(arrays)
+            self._set_given(arrays)
 
-    def _not_followed(self, grads: Sequence[object]) -> tuple[object, ...]:
-        """Return gradients, with None for those that `refresh` reads from their parameters."""
+    def _set_given(self, grads: Sequence[object]) -> None:
+        """Remember gradients, with None for those that `refresh` reads from their parameters."""
         pairs = zip(self._params, grads, strict=True)
-        return tuple(None if g is None or _grad(p) is g else g for p, g in pairs)
+        self._given = tuple(None if g is None or _grad(p) is g else g for p, g in pairs)
+        self._follows_all = all(g is None for g in self._given) and all(
+            isinstance(p, Tensor) for p in self._params
+        )
 
     # Arguments.
 
@@ -272,6 +282,9 @@ _GRAPH_BREAK = {
 for _name, _method in vars(Plan).items():
     if isinstance(_method, FunctionType) and not _name.startswith("_"):
         vars(_method).update(_GRAPH_BREAK)
+
+
+_GRAD = attrgetter("grad")  # of a list of tensors, faster than a call for each one
 
 
 def _grad(param: object) -> object:

@@ -52,19 +52,22 @@ class StepRow(Row):
     ) -> Step:
         if not isinstance(first_step, bool):
             raise TypeError(f"first_step: expected a bool, got {first_step!r}")
-        if (
-            not self._counts
-            and _PLAIN.issuperset(map(type, numbers))
-            and (len(predict) == 0 or _HORIZONS.issuperset(map(type, predict)))
-        ):
+        plain = len(predict) == 0 or _HORIZONS.issuperset(map(type, predict))
+        if plain and not self._counts and _PLAIN.issuperset(map(type, numbers)):
             return _remembered_step(self, numbers, tuple(predict))
-        return step_arguments([self.rule(*numbers)], _laws(predict), first_step)
+        laws = _remembered_laws(tuple(predict)) if plain else _laws(predict)
+        return step_arguments([self.rule(*numbers)], laws, first_step)
 
 
 @lru_cache(maxsize=256)
 def _remembered_step(row: StepRow, numbers: tuple[Any, ...], predict: tuple[Any, ...]) -> Step:
     """Cache plain numbers: most steps of a training loop have the same ones."""
     return step_arguments([row.rule(*numbers)], _laws(predict))
+
+
+@lru_cache(maxsize=256)
+def _remembered_laws(predict: tuple[Any, ...]) -> list[list[Law] | None]:
+    return _laws(predict)
 
 
 def _laws(predict: Sequence[Horizon | None]) -> list[list[Law] | None]:

@@ -83,6 +83,47 @@ def test_gradients_not_given_are_read_from_the_parameters() -> None:
     assert p.tolist() == [-6.0] * 6
 
 
+def test_a_refresh_reads_some_gradients_from_the_parameters() -> None:
+    params = [torch.zeros(2, requires_grad=True) for _ in range(2)]
+    plan = st.Plan(params, grads=[None, torch.full((2,), 2.0)])
+    for p in params:
+        p.grad = torch.ones(2)
+    plan.refresh()
+    plan.sgd_step_(lr=1.0, momentum=0.0)
+    assert [p.tolist() for p in params] == [[-1.0] * 2, [-2.0] * 2]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda grad: grad.t_(),
+        lambda grad: grad.resize_(3, 3),
+        lambda grad: grad.resize_(4),
+        lambda grad: setattr(grad, "data", grad.double()),
+    ],
+    ids=["transposed", "resized", "flat", "double"],
+)
+def test_a_refresh_refuses_a_gradient_that_changed_in_place(change: Any) -> None:
+    """It is the same object, maybe at the same address."""
+    w, g = torch.zeros(2, 2), torch.ones(2, 2)
+    plan = st.Plan(w, grads=g)
+    plan.refresh()
+    change(g)
+    with pytest.raises(ValueError, match="grads: expected"):
+        plan.refresh()
+    assert not w.any()
+
+
+def test_a_refresh_follows_a_replaced_storage() -> None:
+    w, g = torch.zeros(2), torch.ones(2)
+    plan = st.Plan(w, grads=g)
+    plan.refresh()
+    g.data = torch.full((2,), 3.0)
+    plan.refresh()
+    plan.sgd_step_(lr=1.0, momentum=0.0)
+    assert w.tolist() == [-3.0, -3.0]
+
+
 def test_gradients_that_move_after_a_capture() -> None:
     """A captured step and its plan: the graph keeps reading the old gradients."""
     w, v, g = ([torch.randn(3), torch.randn(2)] for _ in range(3))

@@ -213,7 +213,7 @@ class Call {
     n_outs_ = distances      ? (chance(random_, 8) ? 300 : 1 + random_() % 3)
               : several_outs ? static_cast<size_t>(between(random_, 0, long_lists ? 2 : 10))
                              : 1;
-    const size_t n_streams = strlen(row_of_case().columns) + (several_outs ? n_outs_ : 0);
+    const size_t n_streams = row_of_case().n_streams + (several_outs ? n_outs_ : 0);
     sizes_ =
         sizes_of(shape_, static_cast<int64_t>(sizeof(Row) + n_streams * sizeof(void*)), random_);
     if (n_outs_ > 10) sizes_ = {1, 5};
@@ -292,12 +292,11 @@ class Call {
   };
 
   const OperationRow& row_of_case() const {
-    static constexpr OperationRow none{"distances", Operation::none, "", false, false};
+    static constexpr OperationRow none{"distances", Operation::none, nullptr, 0, false, false};
     return case_.key.operation == Operation::none ? none : row_of(case_.key.operation);
   }
 
   bool is_long() const { return shape_ == Shape::rows || shape_ == Shape::beyond_parameters; }
-  bool has_column(char letter) const { return strchr(row_of_case().columns, letter) != nullptr; }
 
   std::unique_ptr<Plan> plan(Device where, const std::vector<uint16_t>& groups) {
     auto made = std::make_unique<Plan>(where, sizes_, groups);
@@ -323,7 +322,7 @@ class Call {
     options_.zero_grad = chance(random_, 2);
     const bool rounds = case_.key.w == DType::bfloat16 && chance(random_, 2);
     if (rounds) options_.rounding = Rounding::seeded(random_());
-    const bool steps = has_column('g'), adam = has_column('u');
+    const bool steps = row_of_case().has(Role::grads), adam = row_of_case().has(Role::second);
     int64_t left = kMaxTerms;
     const bool longest = chance(random_, 4);
     for (size_t j = 0; j < std::max<size_t>(n_outs_, 1); ++j) {
@@ -505,14 +504,13 @@ std::vector<Case> all(uint64_t first, uint64_t seeds) {
             for (const DType o : types) {
               KernelKey key{operation, w, g, s, o};
               // What an operation does not use repeats the parameters' type.
-              const std::string columns = row_of(operation).columns;
-              const auto uses = [&](const char* letters) {
-                return columns.find_first_of(letters) != std::string::npos;
-              };
-              if ((!uses("g") && g != w) || (!uses("mu") && s != w)) continue;
-              if (!uses("o") && !row_of(operation).has_outs && o != w) continue;
+              const OperationRow& row = row_of(operation);
+              if ((!row.has(Role::grads) && g != w) || (!row.has(Role::momentum) && s != w)) {
+                continue;
+              }
+              if (!row.has(Role::out) && !row.has_outs && o != w) continue;
               if (find_cuda_kernel(key).launch == nullptr) continue;
-              found.push_back({row_of(operation).name, key, seed});
+              found.push_back({row.name, key, seed});
             }
           }
         }

@@ -26,11 +26,9 @@ SPECTRAIN_HD Acc lion_move(const Coefficients<Acc>& c, Acc w, Acc v) {
 template <class W, class G, class V, class Out>
 struct LionStep : Defaults {
   using Acc = acc_t<W>;
-  enum { kParam, kGrad, kMomentum };
-  static constexpr const char* columns = "pgm";
-  using Streams = StreamList<InOut<W>, In<G>, InOut<V>>;
+  using Streams = StreamList<InOut<Role::params, W>, In<Role::grads, G>, InOut<Role::momentum, V>>;
   struct Step {
-    SgdDirection<Acc> direction;
+    Direction<Acc> direction;
     Acc decay, gain, decay2, gain2, keep, gradient;
   };
   struct Args {
@@ -38,7 +36,7 @@ struct LionStep : Defaults {
     Predictions<Acc> predictions;
   };
   SPECTRAIN_HD static void make(const Setting& s, Args& a) {
-    a.step = {SgdDirection<Acc>::make(s),       static_cast<Acc>(s.decay),
+    a.step = {Direction<Acc>::make(s),          static_cast<Acc>(s.decay),
               static_cast<Acc>(s.gain),         static_cast<Acc>(s.decay2),
               static_cast<Acc>(1.0 - s.decay2), static_cast<Acc>(s.step.keep),
               static_cast<Acc>(s.step.gradient)};
@@ -50,10 +48,10 @@ struct LionStep : Defaults {
     return step;
   }
   SPECTRAIN_HD static void apply(const Step& a, Acc (&x)[3]) {
-    const Acc d = a.direction(x[kGrad], x[kParam]);
-    const Acc way = sign_of(multiply_add(a.decay2, x[kMomentum], a.gain2 * d));
-    x[kParam] = multiply_add(-a.gradient, way, a.keep * x[kParam]);
-    x[kMomentum] = multiply_add(a.decay, x[kMomentum], a.gain * d);
+    const Acc d = a.direction(x[Streams::grads], x[Streams::params]);
+    const Acc way = sign_of(multiply_add(a.decay2, x[Streams::momentum], a.gain2 * d));
+    x[Streams::params] = multiply_add(-a.gradient, way, a.keep * x[Streams::params]);
+    x[Streams::momentum] = multiply_add(a.decay, x[Streams::momentum], a.gain * d);
   }
 
   static constexpr bool has_outs = true;
@@ -62,7 +60,7 @@ struct LionStep : Defaults {
   SPECTRAIN_HD static Move move(const Args& a, int term) { return a.predictions.term[term]; }
   SPECTRAIN_HD static void known(Acc (&)[3]) {}
   SPECTRAIN_HD static Acc advance(const Move& m, Acc w, const Acc (&x)[3]) {
-    return lion_move(m, w, x[kMomentum]);
+    return lion_move(m, w, x[Streams::momentum]);
   }
 };
 
