@@ -148,8 +148,7 @@ class DelayedStage:
         versions.hold(content)
         if versions.find(content) is None:
             assert content.version == versions.version, content
-            assert self.weights is not None
-            self.weights.write(content, versions.room(content))
+            self._storage.write(content, versions.room(content))
 
     def _own_buffer(self, n: int) -> VersionBuffer:
         if n == len(self._own):

@@ -28,8 +28,7 @@ class Loads:
     """Who loads: the weights of a stage, for forwards and backwards of one run."""
 
     def __init__(self, stage: Stage, weights: StageWeights, storage: Storage) -> None:
-        self._stage, self._weights, self._storage = stage, weights, storage
-        self._versions = weights.versions
+        self._stage, self._versions, self._storage = stage, weights.versions, storage
 
     def handlers(self) -> dict[Kind, Handler]:
         versions = self._versions
@@ -65,7 +64,7 @@ class Loads:
             stage.predict.wait(buffer.read)
         reads = stage.optimizer_state, storage.true.memory
         with stage.predict.using(reads=reads, writes=(buffer.memory,)):
-            self._weights.write(content, buffer)
+            storage.write(content, buffer)
         if not stage.immediate:
             note_written(stage, buffer)
         return buffer

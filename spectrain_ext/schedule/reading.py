@@ -226,8 +226,8 @@ class Reader(ABC, Generic[W]):
         """Advance the version at an update and drop what only the last version needed."""
         self._newest = [None, None]
         self.version += 1
-        if self._by_step:
-            self.written = self._ahead(self.version, 0)
+        if self._by_step and self._horizon is not None:
+            self.written = self._weights(self.version, self._horizon, True)
 
     def _is_wanted(self, weights: W) -> bool:
         """Whether a later instruction computes with weights that cannot be made again."""

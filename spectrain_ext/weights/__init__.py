@@ -1,5 +1,6 @@
 """Holds one stage's weights: true, stashed and predicted versions."""
 
-from .stage_weights import StageMemory, StageWeights, rates_of
+from .stage_weights import StageMemory, StageWeights
+from .storage import rates_of
 
 __all__ = ["StageMemory", "StageWeights", "rates_of"]

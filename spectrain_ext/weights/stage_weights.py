@@ -19,7 +19,7 @@ from spectrain_ext.optim.guards import StepGuard
 from spectrain_ext.schedule import Entries, Generator, Place, Rules, count_stage, find_generator
 
 from .own_writes import OwnWrites
-from .storage import Content, Storage, VersionBuffer, flat_nbytes, local_part, true_dtype
+from .storage import Content, Storage, flat_nbytes, local_part, true_dtype
 from .versions import Update, Versions
 
 if TYPE_CHECKING:
@@ -77,7 +77,6 @@ class StageWeights:
         self.storage: Storage | None = None
         self._half: Storage | None = None  # while it is bound or unbound
         self.own_writes: OwnWrites | None = None  # in a run that has to notice them
-        self.rate_factor = 1.0  # on the learning rates, in a run
         self.followed: object = None  # by what rules it trains
         _made.add(self)
 
@@ -160,6 +159,7 @@ class StageWeights:
         self.drop_gradients()
         made = self._half = Storage(
             self.params,
+            self.optimizer,
             self.updater,
             self.rules,
             master=self._has_master,
@@ -238,9 +238,7 @@ class StageWeights:
         storage = self._bound
         storage.begin()
         self._scale_rates()
-        self.versions = Versions(
-            self.rules, self._place, Entries(self.entry()), storage, self._rates
-        )
+        self.versions = Versions(self.rules, self._place, Entries(self.entry()), storage)
         named = self.module.named_parameters()
         learns: dict[Tensor, str] = {p: name for name, p in named if p.requires_grad}
         idle = self.versions.loads_nothing
@@ -250,7 +248,6 @@ class StageWeights:
 
     def end(self) -> None:
         """Put the true weights back into the parameters, and forget the microbatches in flight."""
-        self.rate_factor = 1.0
         self._bound.end()
         self.drop_gradients()
         for p in self._owners:  # after a failure: DTensors, whose shards are ``params``
@@ -327,16 +324,16 @@ class StageWeights:
         storage, room, kept, write = self.storage, update.room, update.kept, None
         assert storage is not None, "not bound"
         if kept is not None:
-            storage.keep_true(kept, self.rate_factor)
+            storage.keep_true(kept)
         if storage.keeps_before:
             storage.note_before()
         written = None if room is None else room.content
         if room is not None and written is not None:
             write = room.flat.views, written.law or _COPY
-        hooks_ran = self.updater.step(self.rate_factor, write)
+        hooks_ran = self.updater.step(storage.rate_factor, write)
         changes_rates = self._stepped is not None or self._factor is not None
         # Asked only if needed: on a GPU it synchronizes.
-        after = self._rates() if storage.predicts and (changes_rates or hooks_ran) else None
+        after = storage.rates() if storage.predicts and (changes_rates or hooks_ran) else None
         if after and room is not None and written and written.rates not in (None, after):
             room.content = None  # the next forward will ask for other rates
         self._updates += 1
@@ -344,7 +341,7 @@ class StageWeights:
             if self._stepped is not None:
                 self._stepped.step()
             self._scale_rates()
-            self.rates_move = storage.predicts and self._rates() != after
+            self.rates_move = storage.predicts and storage.rates() != after
         for p in self.params:
             p.grad = None
 
@@ -355,31 +352,20 @@ class StageWeights:
             if before is None:  # overwritten: predict as if the momentum had not changed
                 law = room.content and room.content.law
                 assert isinstance(law, SecondOrder)
-                self.write(Content(0, Linear(law.delay + law.lead)), room)
+                storage.write(Content(0, Linear(law.delay + law.lead)), room)
             elif before is not room:
                 storage.copy(before.flat, room.flat)
         if update.kept is not None:
-            storage.keep_true(update.kept, self.rate_factor)
+            storage.keep_true(update.kept)
         self._updates += 1
         self._scale_rates()
         self.drop_gradients()
 
-    def write(self, content: Content, buffer: VersionBuffer) -> None:
-        """Write a version, or a prediction with the learning rates of now."""
-        self._bound.write(content, buffer, self.rate_factor)
-
     def _scale_rates(self) -> None:
         if self._factor is not None:
-            self.rate_factor = self._factor(self._updates)
+            self._bound.rate_factor = self._factor(self._updates)
 
-    def _rates(self) -> tuple[float, ...]:
-        """Return what the rates of a prediction depend on."""
-        return self.rate_factor, *rates_of(self.optimizer)
-
-
-def rates_of(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
-    """Return the learning rate of every parameter group, 0 if it has none."""
-    try:
-        return tuple([float(group["lr"]) for group in optimizer.param_groups])
-    except (KeyError, TypeError):
-        return tuple([float(group.get("lr") or 0.0) for group in optimizer.param_groups])
+    @property
+    def rate_factor(self) -> float:
+        """The factor on the learning rates of the next update; 1 between runs."""
+        return 1.0 if self.storage is None else self.storage.rate_factor

@@ -127,6 +127,7 @@ class Storage:
     def __init__(
         self,
         params: Sequence[Tensor],
+        optimizer: torch.optim.Optimizer,
         updater: Updater,
         rules: Rules,
         *,
@@ -138,11 +139,12 @@ class Storage:
             return true_dtype(p, master_dtype)
 
         self.params = params
-        self.updater = updater
+        self.optimizer, self.updater = optimizer, updater
         # Whether the updater writes predictions.
         self.predicts = master and updater.predicts
         self._correction, self._averaging = rules.correction, rules.averaging
         self._running = False
+        self.rate_factor = 1.0  # on the groups' learning rates, for the next update of a run
         self._plans: dict[tuple[int, int], _C.Plan] = {}  # by source and target
         # By address of a flat buffer's memory: its index in its version, and its first element.
         self.addresses: dict[int, tuple[int, int]] = {}
@@ -270,7 +272,7 @@ class Storage:
         finally:
             if self._running and self.true is not self.home:
                 self.keep_true(self.home)
-            self._running = False
+            self._running, self.rate_factor = False, 1.0
         if not self.in_place():  # some have left, or an exception interrupted ``point``
             for p in self._parameters_here():
                 p.data = self.home.flat.views[p]
@@ -288,6 +290,10 @@ class Storage:
 
     # An update.
 
+    def rates(self) -> tuple[float, ...]:
+        """Return what the learning rates of a prediction depend on."""
+        return self.rate_factor, *rates_of(self.optimizer)
+
     def note_before(self) -> None:
         """Keep the weights before an update, or add its change to the average of changes."""
         assert self._before is not None
@@ -297,17 +303,16 @@ class Storage:
         else:
             self.copy(self.true.flat, self._before)
 
-    def keep_true(self, buffer: VersionBuffer, factor: float = 1.0) -> None:
+    def keep_true(self, buffer: VersionBuffer) -> None:
         """Write a buffer's content, or the true weights; without a master, updates go there."""
-        self.write(buffer.content or Content(0), buffer, factor)
+        self.write(buffer.content or Content(0), buffer)
         if self.master is None:
             self.true = buffer
             self.updater.update_in(buffer.flat.views)
 
     # Contents.
 
-    def write(self, content: Content, buffer: VersionBuffer, factor: float = 1.0) -> None:
-        """Write a version or a prediction; ``factor``: on the learning rates that it uses."""
+    def write(self, content: Content, buffer: VersionBuffer) -> None:
         law = content.law
         if law is None:
             self.copy(self.true.flat, buffer.flat)
@@ -315,7 +320,7 @@ class Storage:
             self._extrapolate(law.steps, buffer.flat)
         else:
             assert isinstance(self.updater, Stepper)
-            self.updater.predict(buffer.flat.views, law, factor)
+            self.updater.predict(buffer.flat.views, law, self.rate_factor)
 
     def copy(self, source: Flat, target: Flat) -> None:
         """Copy all weights, rounded if the target is narrower."""
@@ -370,6 +375,14 @@ class Storage:
         for flat in later:
             shift(flat.views[p], old, now)
         return True
+
+
+def rates_of(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
+    """Return the learning rate of every parameter group, 0 if it has none."""
+    try:
+        return tuple([float(group["lr"]) for group in optimizer.param_groups])
+    except (KeyError, TypeError):
+        return tuple([float(group.get("lr") or 0.0) for group in optimizer.param_groups])
 
 
 def _plan(

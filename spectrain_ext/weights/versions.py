@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from spectrain_ext.operators.laws import Law, SecondOrder, law_named
@@ -28,11 +27,9 @@ class Versions(Reader[Content]):
         place: Place,
         entries: Entries,
         storage: Storage,
-        rates: Callable[[], tuple[float, ...]],
     ) -> None:
         super().__init__(rules, place.microbatches, entries)
         self._storage = storage
-        self._rates = rates
         self._step_law: Law | None = None
         if self._by_step and self._horizon is not None:
             self._step_law = SecondOrder(self._horizon - rules.lead, rules.lead)
@@ -51,7 +48,7 @@ class Versions(Reader[Content]):
             return Content(version, Difference(horizon))
         if law == "average":  # back by average changes, each (1 - averaging) * (W - average)
             return Content(version, Difference((self.rules.averaging - 1.0) * horizon))
-        return Content(version, law_named(law, horizon), self._rates())
+        return Content(version, law_named(law, horizon), self._storage.rates())
 
     # Buffers.
 
