@@ -179,15 +179,14 @@ class Moved(st.Observer):
         def counted(owner: object, name: str, of: Callable[..., int]) -> None:
             real = getattr(owner, name)
 
-            def call(*arguments: Any) -> Any:
-                seen[now] += of(*arguments)
-                return real(*arguments)
+            def call(*arguments: Any, **more: Any) -> Any:
+                seen[now] += of(*arguments, **more)
+                return real(*arguments, **more)
 
             setattr(owner, name, call)
 
         counted(storage, "write", self._written)
-        counted(weights.updater, "write_with_next_step", lambda sink, law=0: int(sink is not None))
-        counted(weights.updater, "step", lambda: _STEP[self._optimizer])
+        counted(weights.updater, "step", self._stepped)
         update = handlers[Kind.UPDATE]
 
         def updated(i: int, j: int) -> None:
@@ -201,6 +200,9 @@ class Moved(st.Observer):
             seen.clear()
 
         return {**handlers, Kind.UPDATE: updated}
+
+    def _stepped(self, factor: float = 1.0, write: Any = None) -> int:
+        return _STEP[self._optimizer] + (write is not None)
 
     def _written(self, content: Any, buffer: Any) -> int:
         return _COPY if content.law is None else _PREDICT[self._optimizer]
