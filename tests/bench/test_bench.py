@@ -172,7 +172,7 @@ def test_an_instruction_beside_torch_and_its_calls() -> None:
     assert len(lines) == len(found) and all(" | 1.00 (1.00 to 1.00) |" in line for line in lines)
     calls = bench_pipeline.calls_of("vanilla", 1)
     steps = {name.partition(" ")[2]: n for name, n in calls.items() if name.startswith("optim/")}
-    assert steps["PredictingOptimizer.step"] == bench_pipeline.COUNTED_STAGES
+    assert steps["Stepper.step"] == bench_pipeline.COUNTED_STAGES
 
 
 @pytest.mark.processes
