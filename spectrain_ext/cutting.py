@@ -25,7 +25,7 @@ class Origin(Protocol):
 
 @dataclass(frozen=True)
 class Cut:
-    """What a stage knows of the model that it was cut from, as its attribute ``cut``.
+    """The knowledge of a stage about the model that it was cut from: its attribute ``cut``.
 
     ``partition`` and ``cut_at`` set it. Set one on stages that you cut yourself; every field may be
     left out, and so may ``cut``. ``torch.compile`` and copies of a stage preserve it.

@@ -55,8 +55,8 @@ class RankError(RuntimeError):
         rank: the rank that reports.
         action: what it was doing.
         culprit: the rank that failed first; if it is not of this pipeline, the reason says so.
-        reason: the first cause, as far as known: that rank's action and exception, or how its
-            absence was noticed.
+        reason: the first cause, as far as known: what that rank did and its exception, or
+            how its absence was noticed.
         edge: the edge that the reporting rank was waiting on, None if it was not waiting.
         waited: how long it had waited, in seconds.
         report: the file with a report of this machine's ranks; empty if there is none.

@@ -74,7 +74,7 @@ def held_back() -> bool:
 
 
 class deferred:
-    """Inside, Ctrl-C is deferred until ``boundary``, or until the end; may be nested."""
+    """Defers Ctrl-C inside until ``boundary``, or until the end; may be nested."""
 
     __slots__ = ("_outer", "_waits")
     _outer: int | None
@@ -97,7 +97,7 @@ class deferred:
 
 
 class callers:
-    """Inside ``deferred``: run the caller's code, with the caller's handler."""
+    """Runs the caller's code, with the caller's handler, inside ``deferred``."""
 
     __slots__ = ("_own",)
     _own: bool
@@ -116,7 +116,7 @@ class callers:
 
 
 class waiting:
-    """Inside, this process waits for others, and Ctrl-C is not deferred."""
+    """Marks a wait for other processes, in which Ctrl-C is not deferred."""
 
     __slots__ = ("_before",)
     _before: bool | None  # None in another thread, whose waits no signal ends

@@ -1,8 +1,9 @@
-"""Lists what the engine finds in rooms above it, by name, and loads it when it is used."""
+"""Loads names on first use: those of a package's modules, and those of rooms above the engine."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_loader
@@ -11,7 +12,7 @@ from typing import Any
 
 _PACKAGE = __name__.rpartition(".")[0]
 
-#: By name: the module below this package that has it.
+#: The names that the engine finds in rooms above it; for each, the module below this package.
 NAMES = {
     "corrections": "passes",
     **dict.fromkeys(("Metrics", "Trace", "progress_shown"), "tools.metrics"),
@@ -20,7 +21,7 @@ NAMES = {
     "simulate": "tools.simulation",
 }
 
-#: Modules that had other names before, by these.
+#: Modules by the names that they had before.
 MOVED = {
     "codecs": "passes.codecs",
     "observation": "tools.metrics",
@@ -31,11 +32,31 @@ MOVED = {
 
 
 def later(name: str) -> Any:
+    """Return the object of a name in ``NAMES``."""
     return getattr(import_module(f"{_PACKAGE}.{NAMES[name]}"), name)
 
 
+def attributes(
+    package: str, modules: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return a package's ``__getattr__`` and ``__dir__``, which load modules on first use.
+
+    ``modules``: by name of the package, the module below it that has the name.
+    """
+
+    def __getattr__(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(f"{package}.{modules[name]}"), name)
+
+    def __dir__() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *modules})
+
+    return __getattr__, __dir__
+
+
 class Moved:
-    """Finds modules by the names that they had before: ``sys.meta_path`` has the class."""
+    """Finds modules of ``MOVED``: a finder for ``sys.meta_path``."""
 
     @classmethod
     def find_spec(cls, name: str, path: object = None, target: object = None) -> ModuleSpec | None:

@@ -69,7 +69,7 @@ class StageRandom:
                 self._callers = []
 
     def rewind(self) -> None:
-        """Inside ``with``: go back to the state at its start."""
+        """Go back, inside ``with``, to the state at its start."""
         self._put(self._entered)
 
     def _put(self, states: States) -> None:
@@ -91,7 +91,7 @@ class StageRandom:
 
     @contextmanager
     def at(self, states: States) -> Iterator[None]:
-        """Inside, draw from these states; the stage's own state does not change."""
+        """Draw from these states inside; the stage's own state does not change."""
         with RNG_LOCK:
             own, self._own = self._own, states
             try:

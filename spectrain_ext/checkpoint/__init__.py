@@ -1,9 +1,9 @@
 """Saves and loads checkpoints atomically, for any number of stages."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from spectrain_ext.errors import CheckpointError
+from spectrain_ext.later import attributes
 
 from .parts import Stateful
 from .saving import save
@@ -30,12 +30,4 @@ _ON_FIRST_USE = {
     "load": "loading",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _ON_FIRST_USE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_ON_FIRST_USE[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = attributes(__name__, _ON_FIRST_USE)

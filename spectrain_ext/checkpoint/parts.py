@@ -82,7 +82,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Taken:
-    """What a module's own hooks make of saved tensors whose names or shapes are not its own."""
+    """The result of a module's own hooks on saved tensors of other names or shapes."""
 
     keys: Mapping[str, str]  # of its tensors that are saved with other names: the keys to give
     names: Mapping[str, str]  # the model's names of these, by their saved names

@@ -97,7 +97,7 @@ class Board:
         self.beats = [Heartbeat(b"", monotonic())] * ranks
         self._forget()
         _BOARDS.add(self)
-        self.set_action("meeting")
+        self.set_doing("meeting")
         began, met = monotonic(), list[bool | Exception]()
         limit = max(timeout, CONNECT_SECONDS)
 
@@ -167,7 +167,7 @@ class Board:
                 f"run: an earlier run of this pipeline has failed (rank {self.cause.rank}, "
                 f"{self.cause.reason}), and what was in flight is lost; start the processes again"
             )
-        self.set_action("meeting" if starts else "beginning a run")
+        self.set_doing("meeting" if starts else "beginning a run")
         # Opening links cannot be interrupted; with packet loss one rank may need seconds more.
         self._failure, self._waits_for_progress = "", starts
         self._forget()
@@ -179,7 +179,7 @@ class Board:
             self.start(WATCHING[0], self._talk)
             self.start(WATCHING[1], self._guard)
             yield
-            self.set_action(self._failure or ("starting" if starts else "ending the run"))
+            self.set_doing(self._failure or ("starting" if starts else "ending the run"))
             to_do = "to start" if starts else "to end the run"
             self._share(self._left)
             self._wait_for_all(to_do)
@@ -188,13 +188,13 @@ class Board:
             if self.rank == 0:  # it may host the store, so it leaves when all others have
                 self._wait_for_all(to_do)
             self._call = ""
-            self.set_action("the caller's program")
+            self.set_doing("the caller's program")
         except BaseException as error:
             if is_broken_inside(error):
                 self.lost(None, SHARES, error)
             if not isinstance(error, RankError):
                 what = str(error) if isinstance(error, StageError) else describe_error(error)
-                mine = Cause(self.rank, f"{self.action()}: {what}")
+                mine = Cause(self.rank, f"{self.doing()}: {what}")
                 self._error = "".join(traceback.format_exception(error))
                 aborted = self.cause is not None and len(self.aborts) > 0
                 cause = self._agree(mine)
@@ -233,7 +233,7 @@ class Board:
         failure: Exception | None = None
         try:
             with self.run(what):
-                self.set_action(what)
+                self.set_doing(what)
                 # Uninterruptible waits: the deadline restarts when the awaited rank makes progress.
                 self._waits_for_progress = True
                 self.waits = None, what, monotonic()
@@ -251,18 +251,18 @@ class Board:
         if failure is not None:
             raise failure
 
-    def set_action(self, *what: object) -> None:
+    def set_doing(self, *what: object) -> None:
         """Record what this rank begins to do; formatted only when needed."""
         self._steps.append((what, monotonic()))
 
-    def action(self) -> str:
+    def doing(self) -> str:
         return " ".join(map(str, self._steps[-1][0]))
 
     @contextmanager
     def busy(self, what: str) -> Iterator[None]:
         """Mark this rank, inside ``together``, as not waiting for another."""
         self.waits = None
-        self.set_action(what)
+        self.set_doing(what)
         try:
             yield
         finally:
@@ -270,7 +270,7 @@ class Board:
 
     def exchange_json(self, what: str, mine: object) -> list[Any]:
         """Exchange a JSON value, within ``run(starts=True)``; return every rank's."""
-        self.set_action(what)
+        self.set_doing(what)
         self.check()
         self._share(mine)
         self._wait_for_all()
@@ -295,14 +295,14 @@ class Board:
         ``why`` is empty if the caller has meant to. Else all ranks fail, unless all leave after as
         many results.
         """
-        self._left = results, why and f"{self.action()}: {why}", self._shared[0]
+        self._left = results, why and f"{self.doing()}: {why}", self._shared[0]
         self._wake.set()
 
     def hand_out(self, index: int) -> None:
         """Note that the caller gets this result; fail if a rank has left without it, see above."""
         if index >= self._ends_at:
             self._check_left(self._left_now(self.beats))
-        self.set_action("the caller's loop, which has the result of minibatch", index)
+        self.set_doing("the caller's loop, which has the result of minibatch", index)
 
     def _left_now(self, beats: Sequence[Heartbeat]) -> list[Any]:
         """Return how ranks have left this run; a heartbeat may be of the one before."""
@@ -336,7 +336,7 @@ class Board:
             if ready():
                 return
             began = monotonic()
-            self.waits = peer, what or self.action(), began
+            self.waits = peer, what or self.doing(), began
             while not ready():
                 if self.cause is not None:
                     self._raise(self.cause, what, monotonic() - began)
@@ -357,7 +357,7 @@ class Board:
         since = self.waits[2] if self.waits is not None else monotonic()
         if isinstance(error, DistNetworkError):  # making a group needs that of the default one
             self._raise(self._without_store(error, of_group=True), what, monotonic() - since, error)
-        mine = Cause(self.rank, f"{self.action()}: {describe_error(error)}")
+        mine = Cause(self.rank, f"{self.doing()}: {describe_error(error)}")
         if peer is None:
             # Living ranks send a heartbeat per interval.
             with self.changed:
@@ -377,8 +377,9 @@ class Board:
         raise self._rank_error(cause, what, waited) from error
 
     def _rank_error(self, cause: Cause, what: str | None, waited: float) -> RankError:
-        action, reason = self.action(), cause.reason
-        return RankError(self.rank, action, cause.rank, reason, what, waited, self._report)
+        return RankError(
+            self.rank, self.doing(), cause.rank, cause.reason, what, waited, self._report
+        )
 
     def _agree(self, mine: Cause) -> Cause:
         """Propose a cause, and return the one that all ranks agree on."""
@@ -431,7 +432,7 @@ class Board:
 
     def _overdue(self, inside: Waits | None) -> Cause | None:
         if held_back():  # until the instruction ends, which may never happen
-            return Cause(self.rank, f"{self.action()}: KeyboardInterrupt, which waits for its end")
+            return Cause(self.rank, f"{self.doing()}: KeyboardInterrupt, which waits for its end")
         absent = [r for r in self._others if not self.beats[r].text]
         limit = max(self.timeout, CONNECT_SECONDS) if absent else self.timeout
         waits = self.waits or inside
@@ -480,7 +481,7 @@ class Board:
     def _beat(self, inside: Waits | None) -> Heartbeat:
         now, waits = monotonic(), None if self._failure else self.waits or inside
         return Heartbeat(
-            *(b"", now, self.action(), now - self._steps[-1][1], waits and waits[:2]),
+            *(b"", now, self.doing(), now - self._steps[-1][1], waits and waits[:2]),
             *(*self._shared, self.cause is not None, this_process()),
             left=self._left,
             call=self._call,

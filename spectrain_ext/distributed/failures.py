@@ -110,7 +110,8 @@ class Sharing:
         self._seen: tuple[object, float] | None = None  # a collective, and when it was first seen
 
     def waits(self, began: float) -> Waits | None:
-        """Return the wait, if there is one; ``began``: this rank's present action."""
+        """Return the wait, if there is one; ``began``: when this rank began what it
+        does now."""
         calls = _C.stacks().get(threading.main_thread().ident or 0, ())
         if not any(file.endswith(self._files) for file, *_ in calls):
             self._seen = None
@@ -145,7 +146,7 @@ def find_culprit(
 
     If ranks make different calls, it is the one whose call most others do not make.
 
-    Returns that rank as a cause, and the seconds it has spent in its present action (infinity if it
+    Returns that rank as a cause, and the seconds it has spent on what it does now (infinity if it
     is silent). If ranks wait in a circle, the seconds are those of the wait that began last, since
     a rank that ends a run may not know yet that all others have.
     """

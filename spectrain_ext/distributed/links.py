@@ -233,7 +233,7 @@ class _Opener(NamedTuple):
             settings["device_id"] = device
             settings["pg_options"] = _options(longer, use is not _sum)
         waits_for = others[0] if len(others) == 1 else None
-        board.set_action("opening", name)
+        board.set_doing("opening", name)
         with board.blocked(waits_for, name), ConnectionGuard(board, (), name):
             ranks = [self.ranks[r] for r in members]
             with _by_itself(f"{self.prefix}/{name}/{ranks}/{backend}"):

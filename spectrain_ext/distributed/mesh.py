@@ -17,7 +17,7 @@ Group = dist.ProcessGroup | DeviceMesh | None
 
 
 class Layout(NamedTuple):
-    """Where the stages of a pipeline are."""
+    """The ranks of a pipeline's stages, and this rank's place and shards."""
 
     replicas: Replicas
     where: str = ""  # this rank's place in a mesh, for reports

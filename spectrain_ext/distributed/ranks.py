@@ -253,7 +253,7 @@ class Ranks(Processes):
         def begins(kind: Kind, i: int, j: int) -> None:
             board.check()
             microbatch = replica + j * count  # j counts this replica's microbatches
-            board.set_action(before + kind.value, "of minibatch", i, "microbatch", microbatch)
+            board.set_doing(before + kind.value, "of minibatch", i, "microbatch", microbatch)
 
         return begins
 
@@ -264,7 +264,7 @@ class Ranks(Processes):
         self._board.leave(results, why)
 
     def close(self, run: Run) -> None:
-        self._board.set_action("ending the run")
+        self._board.set_doing("ending the run")
         if run.trains:
             bring_true(run.wires.tie_ends)
         # The end of the gradients is passed on from the last stage to the first.

@@ -112,7 +112,7 @@ class TensorParallel(Pass):
         return dict.fromkeys((Kind.BACKWARD, Kind.BACKWARD_WEIGHTS), self._collect)
 
     def _collect(self, i: int, j: int) -> None:
-        """After a minibatch's last backward: give the shards their gradients, complete sums."""
+        """Give shards their gradients after a minibatch's last backward, and complete sums."""
         stage = self.stage
         if j < self._run.microbatches_of(i) - 1:
             return

@@ -1,7 +1,8 @@
 """Defines methods: which weights, predicted how far, each forward and backward of a stage uses."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from spectrain_ext.later import attributes
 
 from .formulas import delay, delay_under, recipe_clip
 from .registry import (
@@ -60,8 +61,4 @@ _ON_FIRST_USE = {
     **dict.fromkeys(("check_replicas", "numbers_of"), "refusals"),
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _ON_FIRST_USE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_ON_FIRST_USE[name]}"), name)
+__getattr__, __dir__ = attributes(__name__, _ON_FIRST_USE)

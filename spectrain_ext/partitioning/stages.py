@@ -261,7 +261,7 @@ class Form(Protocol):
 
     @property
     def columns(self) -> BatchColumns | None:
-        """Those of a batch that is a mapping; None: all."""
+        """The columns of a batch that is a mapping; None: all."""
 
     @property
     def narrow(self) -> tuple[Tie, ...]:

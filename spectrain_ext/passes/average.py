@@ -102,7 +102,7 @@ class AverageWeights(Pass):
         return self.stage.skips and self._run.norm is not None
 
     def _send(self, i: int, j: int) -> None:
-        """Before an update: send what the other replicas need of these weights."""
+        """Send what the other replicas need of the weights before an update."""
         if self._left_out:
             return
         assert self._averager is not None
@@ -110,7 +110,7 @@ class AverageWeights(Pass):
             self._averager.before(self._row())
 
     def _average_in(self, i: int, j: int) -> None:
-        """After an update: average the weights with those of the other replicas."""
+        """Average the updated weights with those of the other replicas."""
         if self._left_out:
             return
         averager, stage = self._averager, self.stage

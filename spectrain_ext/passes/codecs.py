@@ -56,7 +56,7 @@ Codecs: TypeAlias = tuple[Codec | None, Codec | None]
 
 @dataclass(frozen=True)
 class BFloat16:
-    """Each number as a bfloat16, rounded to nearest; infinities and NaN are preserved.
+    """Numbers as bfloat16, rounded to nearest; infinities and NaN are preserved.
 
     Example:
         >>> codec, x = st.codecs.BFloat16(), torch.tensor([[1.0, 1.001]])

@@ -223,7 +223,7 @@ class GapAware(_Correction):
             torch._foreach_add_(gradients, sizes)
 
     def _average(self, i: int, j: int) -> None:
-        """After an update, average its square."""
+        """Average the square of an update that has been made."""
         updating, self._updating = self._updating, []
         with self.stage.reading():
             true = self._weights.true_weights()

@@ -105,7 +105,7 @@ class CheckFinite(Pass):
         self._origins[i] = torch.maximum(self._origins.get(i, origin), origin)
 
     def _check_gradient(self, i: int, j: int) -> None:
-        """Before a gradient is sent: note whether it, and at last the weights', are finite."""
+        """Note whether a gradient to send, and at last those of the weights, are finite."""
         stage = self.stage
         gradients, outgoing = self._run.input_gradients()
         if j == self._run.microbatches_of(i) - 1:
@@ -158,7 +158,7 @@ class CheckFinite(Pass):
         return self._origin
 
     def _agree(self, i: int, j: int) -> None:
-        """With a schedule that flushes: decide by the origins of all stages."""
+        """Decide by the origins of all stages, under a schedule that flushes."""
         stage, norm = self.stage, self._run.norm
         assert norm is not None
         self._origin = norm.told(i, stage.predict, stage.device)

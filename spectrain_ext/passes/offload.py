@@ -96,7 +96,7 @@ class OffloadActivations(Pass):
 
 
 class Saving:
-    """Inside, autograd saves what ``pack`` returns, unless hooks of ``inner`` come first."""
+    """Has autograd save what ``pack`` returns, unless hooks of ``inner`` come first."""
 
     def __init__(
         self,

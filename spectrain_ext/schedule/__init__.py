@@ -1,7 +1,8 @@
 """Generates and counts schedules, which are data: streams of instructions."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from spectrain_ext.later import attributes
 
 from .generators import (
     FLUSHING,
@@ -77,7 +78,6 @@ __all__ = [
     "validate",
 ]
 
-
 _ON_FIRST_USE = {
     **dict.fromkeys(("Interleaved", "WPipe"), "chunked"),
     **dict.fromkeys(
@@ -85,8 +85,4 @@ _ON_FIRST_USE = {
     ),
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _ON_FIRST_USE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_ON_FIRST_USE[name]}"), name)
+__getattr__, __dir__ = attributes(__name__, _ON_FIRST_USE)

@@ -167,8 +167,10 @@ def put_off(schedule: str | Generator, place: Place) -> int:
     # It is 1, or more if the second halves come later; counted up to a stage's steady state.
     end = Instruction(Kind.UPDATE, place.window // place.microbatches + 1)
     now, most = 0, 1
-    for action in takewhile(end.__ne__, find_generator(schedule)(place)):
-        now += (action.kind is Kind.BACKWARD_INPUT) - (action.kind is Kind.BACKWARD_WEIGHTS)
+    for instruction in takewhile(end.__ne__, find_generator(schedule)(place)):
+        now += (instruction.kind is Kind.BACKWARD_INPUT) - (
+            instruction.kind is Kind.BACKWARD_WEIGHTS
+        )
         most = max(most, now)
     return most
 

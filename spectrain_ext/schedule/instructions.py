@@ -1,4 +1,4 @@
-"""Defines instructions, the steps of a stage's work, and those that schedules consist of."""
+"""Defines the instructions that schedules consist of, and their steps."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from .place import Place
 
 
 class Kind(Enum):
-    """Steps of a stage: the value is the name in errors and traces, the comment who runs it.
+    """The instructions of schedules and their steps; the value is the name in errors and traces.
 
-    docs/pipeline.md says what each does.
+    Each has its handler and what that does, for microbatch j of minibatch i.
 
     Example:
         >>> from spectrain_ext.schedule import Kind
@@ -19,55 +19,113 @@ class Kind(Enum):
         'backward of the input'
     """
 
-    PULL = "pull"  # Source
-    LOAD_FORWARD = "load forward weights"  # Loads
-    SEND_TIED_WEIGHTS = "send tied weights"  # Lender
-    RECEIVE_ACTIVATION = "receive activation"  # Compute
-    RECEIVE_TIED_WEIGHTS = "receive tied weights"  # Borrower
-    FORWARD = "forward"  # Compute
-    SEND_ACTIVATION = "send activation"  # Compute
-    LOSS = "loss"  # Losses
-    LOAD_BACKWARD = "load backward weights"  # Loads
-    RECEIVE_GRADIENT = "receive gradient"  # Compute
-    LOAD_TIED_WEIGHTS = "load tied weights"  # Borrower
-    RECOMPUTE = "recompute"  # Compute
-    EXPECT_SUM = "expect the gradients that are summed"  # Ranks
-    BACKWARD = "backward"  # Compute
-    LOAD_BACKWARD_INPUT = "load weights of the input's backward"  # Loads
-    BACKWARD_INPUT = "backward of the input"  # Compute
-    BACKWARD_WEIGHTS = "backward of the weights"  # Compute
-    FREE_TIED_WEIGHTS = "free tied weights"  # Borrower
-    CHECK_GRADIENT = "check the gradient that goes back"  # passes
-    SEND_GRADIENT = "send gradient"  # Compute
-    SEND_TIED_GRADIENTS = "send tied gradients"  # Borrower
-    ADD_TIED_GRADIENTS = "add tied gradients"  # Lender
-    SUM_GRADIENTS = "sum gradients over replicas"  # Ranks
-    DIVIDE = "divide gradients by the count"  # Updates
-    CHECK_FINITE = "check for non-finite numbers"  # passes
-    SEND_NORM = "send norm"  # Updates
-    AGREE = "agree whether to update"  # passes
-    CLIP = "clip"  # Updates
-    CHANGE_GRADIENTS = "change gradients"  # passes
-    SEND_WEIGHTS = "send weights to replicas"  # passes
-    UPDATE = "update"  # Updates
-    AVERAGE = "average weights over replicas"  # passes
-    REPORT = "report to the caller"  # Ranks
-    MEASURE = "metrics"  # measuring
-    RECEIVE_WORD = "hear that the next stage is through"  # Compute
-    SEND_WORD = "tell the previous stage that this one is through"  # Compute
+    # Source.pull: batch = next(batches), or end the run
+    #     for part in split(batch): send its input to stage 0, its target to the last stage
+    PULL = "pull"
+    # Loads._loading: content = versions.for_forward(i, j)
+    #     write it into a free buffer, unless one holds it; point the parameters there
+    LOAD_FORWARD = "load forward weights"
+    # Lender.send_weights: unless they are the last forward's:
+    #     send the tied weights that this forward reads
+    SEND_TIED_WEIGHTS = "send tied weights"
+    # Compute._receive_activation: message = receive from the previous stage, or end
+    #     for each pass: message = pass.received_activation(i, j, message)
+    RECEIVE_ACTIVATION = "receive activation"
+    # Borrower.receive_weights: receive, if the owner has sent new ones
+    #     point the copies at the weights received last
+    RECEIVE_TIED_WEIGHTS = "receive tied weights"
+    # Compute._forward: output = module(input)
+    #     tapes[i, j] = input, output and its graph
+    FORWARD = "forward"
+    # Compute._send_activation: for each pass: pass.sends_activation(i, j, message)
+    #     send the output to the next stage
+    SEND_ACTIVATION = "send activation"
+    # Losses.loss: loss += share * loss_fn(output, target)
+    #     after the last microbatch: results.append(loss / count)
+    LOSS = "loss"
+    # Loads._loading: content = versions.for_backward(i, j), as LOAD_FORWARD
+    LOAD_BACKWARD = "load backward weights"
+    # Compute._receive_gradient: message = receive from the next stage
+    #     for each pass: message = pass.received_gradient(i, j, message)
+    RECEIVE_GRADIENT = "receive gradient"
+    # Borrower.load_weights: point the copies at the weights of their forward
+    LOAD_TIED_WEIGHTS = "load tied weights"
+    # Compute._recompute: restore the forward's random state and module buffers
+    #     output = module(input), with a graph; on the last stage the loss as well
+    RECOMPUTE = "recompute"
+    # Ranks.handlers: before a minibatch's last backward: GradientSum.expect()
+    #     the backward then sends each bucket of gradients as soon as it is complete
+    EXPECT_SUM = "expect the gradients that are summed"
+    # Compute._backward: tape = tapes.pop((i, j)); autograd.backward(output, gradient)
+    #     free the received input and gradient
+    BACKWARD = "backward"
+    # Loads._loading: as LOAD_BACKWARD; the second half reads these weights too
+    LOAD_BACKWARD_INPUT = "load weights of the input's backward"
+    # Compute._backward_input: compute the gradient of the input
+    #     tape.rest = the call that computes the other gradients
+    BACKWARD_INPUT = "backward of the input"
+    # Compute._backward_weights: tape = tapes.pop((i, j)); tape.rest()
+    #     free the received input and gradient
+    BACKWARD_WEIGHTS = "backward of the weights"
+    # Borrower.free_weights: free the forward's tied weights after their last use
+    FREE_TIED_WEIGHTS = "free tied weights"
+    # CheckFinite._check_gradient: note whether the input's gradient is finite
+    #     after the last microbatch: the weights' gradients as well
+    CHECK_GRADIENT = "check the gradient that goes back"
+    # Compute._send_gradient: for each pass: pass.sends_gradient(i, j, message)
+    #     send the input's gradient, and the count, to the previous stage
+    SEND_GRADIENT = "send gradient"
+    # Borrower.send_gradients: send the copies' gradients to the owner, and clear them
+    SEND_TIED_GRADIENTS = "send tied gradients"
+    # Lender.add_gradients: for each tied p: p.grad += receive from the copy's stage
+    ADD_TIED_GRADIENTS = "add tied gradients"
+    # _sum_up: GradientSum.send_rest(count)
+    #     p.grad, loss, count = their sums over replicas, by GradientSum.finish()
+    SUM_GRADIENTS = "sum gradients over replicas"
+    # Updates._divide: where losses are sums: p.grad /= count
+    DIVIDE = "divide gradients by the count"
+    # CheckFinite._check: if the loss or a gradient is not finite: raise, or skip
+    #     without a flush only: to skip, undo the minibatch's forwards on this stage
+    CHECK_FINITE = "check for non-finite numbers"
+    # Updates._send_norm: GlobalNorm.give(norm of the gradients, what passes tell)
+    SEND_NORM = "send norm"
+    # CheckFinite._agree: if any stage has found a non-finite number: skip
+    #     to skip, undo the minibatch's forwards on this stage
+    AGREE = "agree whether to update"
+    # Updates._clip: norm = of this stage, or GlobalNorm.take()
+    #     p.grad *= min(1, max_norm / (norm + 1e-6))
+    CLIP = "clip"
+    # _Correction._change: p.grad = corrected(p.grad, W - W_stale)
+    CHANGE_GRADIENTS = "change gradients"
+    # AverageWeights._send: averager.before(weights), which begins to exchange them
+    SEND_WEIGHTS = "send weights to replicas"
+    # Updates._update: update = versions.begin_update(the next forward)
+    #     StageWeights.step(update): W = optimizer(W, p.grad), and the next forward's prediction
+    UPDATE = "update"
+    # AverageWeights._average_in: averager.made(weights)
+    #     weights = averager.after(weights), which waits for the other replicas
+    AVERAGE = "average weights over replicas"
+    # Ranks.handlers: results.append(the loss, if ShareLoss has brought it)
+    REPORT = "report to the caller"
+    # measuring: in an evaluation: measure(output, target)
+    MEASURE = "metrics"
+    # Compute._receive_word: in an evaluation: receive an empty message
+    RECEIVE_WORD = "hear that the next stage is through"
+    # Compute._send_word: in an evaluation: send an empty message
+    SEND_WORD = "tell the previous stage that this one is through"
 
     # Members are singletons: hashing by identity keeps the executor's dispatch out of Python code.
     __hash__ = object.__hash__
 
 
-#: The kinds that schedules consist of; ``lowering.ORDER`` adds the rest.
+#: The kinds of instructions; ``lowering.ORDER`` has the steps of each.
 COMPUTE = frozenset(
     (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS, Kind.UPDATE)
 )
 
 
 class Instruction(NamedTuple):
-    """One step of one stage; ``microbatch`` is 0 where the kind concerns the whole minibatch.
+    """An instruction of a stage, or one of its steps; ``microbatch`` is 0 for a whole minibatch.
 
     Example:
         >>> from spectrain_ext.schedule import Instruction, Kind

@@ -82,13 +82,13 @@ class Ledger(Reader[Pair]):
     def _weights(self, version: int, horizon: int = 0, by_step: bool = False) -> Pair:
         return version, horizon
 
-    def enter(self, turn: Instruction) -> Pair:
+    def enter(self, instruction: Instruction) -> Pair:
         """Return what the next instruction reads; for an update, what version it makes."""
-        kind, i, j = turn
+        kind, i, j = instruction
         if kind is _FORWARD:
-            return self._enter_forward(turn)
+            return self._enter_forward(instruction)
         if kind is _UPDATE:
-            self._check_update(turn)
+            self._check_update(instruction)
             self.updated()
             if self.written is not None:  # in addition to what backwards still need
                 self._count_versions(self.written)
@@ -96,8 +96,8 @@ class Ledger(Reader[Pair]):
             return self.version, 0
         forward = self._forwards.get((i, j))
         if forward is None:
-            raise self._unexpected(turn)
-        ends = self._check_half(turn)
+            raise self._unexpected(instruction)
+        ends = self._check_half(instruction)
         if ends:
             self._forwards[i, j] = None
             self._in_flight_now -= 1
@@ -109,24 +109,24 @@ class Ledger(Reader[Pair]):
         self._count_versions((*reading, "linear") if linear else reading)
         return reading
 
-    def _enter_forward(self, turn: Instruction) -> Pair:
-        _, i, j = turn
+    def _enter_forward(self, instruction: Instruction) -> Pair:
+        _, i, j = instruction
         most = self._microbatches
         if i < self.version or (most is not None and j >= most) or (i, j) in self._forwards:
-            raise self._unexpected(turn)
+            raise self._unexpected(instruction)
         self._in_flight_now += 1
         if self._window is not None and self._in_flight_now > self._window:
             reason = f"the window allows {self._window} microbatches in flight, this is one more"
-            raise ScheduleError(self._stage, turn, reason)
+            raise ScheduleError(self._stage, instruction, reason)
         self.count.in_flight = max(self.count.in_flight, self._in_flight_now)
         reading = self.for_forward(i, j)
         version, now, latest = reading[0], self.version, self._latest
         if version > now:
             reason = f"reads version {version} after {now} updates: the window is too wide for that"
-            raise ScheduleError(self._stage, turn, reason)
+            raise ScheduleError(self._stage, instruction, reason)
         if version < latest:
             reason = f"reads version {version}, dropped when version {latest} was read"
-            raise ScheduleError(self._stage, turn, reason)
+            raise ScheduleError(self._stage, instruction, reason)
         self._latest = version
         self._forwards[i, j] = reading
         self._count_versions(reading)
@@ -148,8 +148,8 @@ class Ledger(Reader[Pair]):
 
     # Checks.
 
-    def _unexpected(self, turn: Instruction) -> ScheduleError:
-        kind, i, j = turn
+    def _unexpected(self, instruction: Instruction) -> ScheduleError:
+        kind, i, j = instruction
         most = self._microbatches
         if kind is _FORWARD and most is not None and j >= most:
             reason = f"expected microbatches 0 to {most - 1} only"
@@ -159,17 +159,19 @@ class Ledger(Reader[Pair]):
             reason = "expected once, found again"
         else:
             reason = "expected its forward before it"
-        return ScheduleError(self._stage, turn, reason)
+        return ScheduleError(self._stage, instruction, reason)
 
-    def _check_half(self, turn: Instruction) -> bool:
+    def _check_half(self, instruction: Instruction) -> bool:
         """Whether the backward ends here: a whole one, or the second half after the first."""
-        kind, microbatch = turn.kind, turn[1:]
+        kind, microbatch = instruction.kind, instruction[1:]
         halved = microbatch in self._halved
         if kind is _WEIGHTS and not halved:
             missing = Instruction(_INPUT, *microbatch)
-            raise ScheduleError(self._stage, turn, f"expected {missing} before it")
+            raise ScheduleError(self._stage, instruction, f"expected {missing} before it")
         if kind is not _WEIGHTS and halved:
-            raise ScheduleError(self._stage, turn, f"expected {self._rest(*microbatch)} instead")
+            raise ScheduleError(
+                self._stage, instruction, f"expected {self._rest(*microbatch)} instead"
+            )
         if kind is _INPUT:
             self._halved.add(microbatch)
         elif kind is _WEIGHTS:
@@ -179,11 +181,11 @@ class Ledger(Reader[Pair]):
     def _rest(self, i: int, j: int) -> Instruction:
         return Instruction(_WEIGHTS if (i, j) in self._halved else _BACKWARD, i, j)
 
-    def _check_update(self, turn: Instruction) -> None:
-        _, i, _ = turn
+    def _check_update(self, instruction: Instruction) -> None:
+        _, i, _ = instruction
         if i != self.version:
             due = Instruction(_UPDATE, self.version)
-            raise ScheduleError(self._stage, turn, f"expected {due} first")
+            raise ScheduleError(self._stage, instruction, f"expected {due} first")
         forwards, expected = self._forwards, self._microbatches
         j = 0
         while j != expected:
@@ -192,7 +194,7 @@ class Ledger(Reader[Pair]):
                 if read is _MISSING and j and expected is None:
                     break
                 needed = Instruction(_FORWARD, i, j) if read is _MISSING else self._rest(i, j)
-                raise ScheduleError(self._stage, turn, f"expected {needed} before it")
+                raise ScheduleError(self._stage, instruction, f"expected {needed} before it")
             j += 1
 
     def _count_versions(self, loaded: tuple[Any, ...]) -> None:
@@ -227,6 +229,6 @@ def count_stage(
     # Two windows and six minibatches reach any schedule's steady state.
     enough = (entry.window + place.window) // microbatches + 6
     end = Instruction(_UPDATE, enough)
-    for turn in takewhile(end.__ne__, bounded(generate(place), place.stage)):
-        ledger.enter(turn)
+    for instruction in takewhile(end.__ne__, bounded(generate(place), place.stage)):
+        ledger.enter(instruction)
     return ledger.count

@@ -1,4 +1,4 @@
-"""The steps of each compute instruction: loads, receives, sends and other work around it.
+"""The steps of each instruction: loads, receives, sends and other work around it.
 
 ``spectrain timeline --instructions`` prints them in the order in which a stage runs them.
 """
@@ -10,8 +10,8 @@ from collections.abc import Container, Mapping
 from .instructions import Kind
 from .place import Place
 
-#: What each compute instruction consists of, in order. A stage runs the steps that it, or one of
-#: its passes, has a handler for.
+#: What each instruction consists of, in order. A stage runs the steps that it, or one of its
+#: passes, has a handler for.
 ORDER: Mapping[Kind, tuple[Kind, ...]] = {
     Kind.FORWARD: (
         Kind.PULL,
@@ -72,7 +72,7 @@ ORDER: Mapping[Kind, tuple[Kind, ...]] = {
     ),
 }
 
-#: Some of an evaluation wait for what never arrives in a training.
+#: Steps of evaluations alone; some wait for messages that never arrive in a training.
 _OF_EVALUATION = Kind.MEASURE, Kind.RECEIVE_WORD, Kind.SEND_WORD
 STEPS_OF_TRAINING = tuple(
     dict.fromkeys(step for row in ORDER.values() for step in row if step not in _OF_EVALUATION)
@@ -84,10 +84,10 @@ _NEEDS_NO_MESSAGE = Kind.PULL, Kind.LOAD_FORWARD, Kind.LOAD_BACKWARD, Kind.LOAD_
 def steps(
     kind: Kind, handled: Container[Kind], blocks: bool = False, first: bool = True
 ) -> list[Kind]:
-    """Return the steps of a compute instruction on a stage, in order.
+    """Return the steps of an instruction on a stage, in order.
 
     Args:
-        kind: of the instruction.
+        kind: the instruction's kind.
         handled: the steps that the stage has handlers for.
         blocks: whether a receive blocks; the stage then loads weights before it, not after.
         first: whether this is the minibatch's first microbatch, for which the batch is pulled.

@@ -48,7 +48,7 @@ def device_order(
     same time.
 
     Args:
-        actions: per stage; finite, or endless with ``minibatches``.
+        actions: the instructions of each stage; finite, or endless with ``minibatches``.
         device_of: the device of every stage, from 0.
         minibatches: the length of the run; None: all instructions.
 
@@ -84,55 +84,55 @@ def device_order(
         """Return when a device can begin something, and of which stage."""
         found = (_NEVER, 0, 0, 0, -1)
         for k in stages_of[d]:
-            turn = heads[k]
-            if turn is None:
+            instruction = heads[k]
+            if instruction is None:
                 continue
-            ahead = turn.kind is _FORWARD
+            ahead = instruction.kind is _FORWARD
             start = free[d]
             beside = [updates[m] for m in stages_of[d] if heads[m] is not None]
-            if turn.kind is _UPDATE and updates[k] > min(beside):
+            if instruction.kind is _UPDATE and updates[k] > min(beside):
                 continue
-            if turn.kind not in _ALONE and k != sources[ahead]:
+            if instruction.kind not in _ALONE and k != sources[ahead]:
                 inbox = inboxes[ahead][k]
                 if not inbox:
                     continue
                 start = max(start, inbox[0][1])
-            rank = _RANKS.get(turn.kind, 1 + (ahead is went_ahead[d]))
+            rank = _RANKS.get(instruction.kind, 1 + (ahead is went_ahead[d]))
             found = min(found, (start, rank, done[ahead][k] // devices, k if ahead else -k, k))
         return found
 
     choices = [choice(d) for d in range(devices)]
     while choices:
         start, _, _, _, k = min(choices)
-        turn = heads[k]
-        if start == _NEVER or turn is None:
+        instruction = heads[k]
+        if start == _NEVER or instruction is None:
             break
-        d, ahead = device_of[k], turn.kind is _FORWARD
-        if turn.kind not in _ALONE and k != sources[ahead]:
+        d, ahead = device_of[k], instruction.kind is _FORWARD
+        if instruction.kind not in _ALONE and k != sources[ahead]:
             sent, _ = inboxes[ahead][k].popleft()
-            if sent[1:] != turn[1:]:  # one of the two may have halves
+            if sent[1:] != instruction[1:]:  # one of the two may have halves
                 reason = (
-                    f"stage {_sender(k, turn)} sends minibatch {sent.minibatch}, microbatch "
+                    f"stage {_sender(k, instruction)} sends minibatch {sent.minibatch}, microbatch "
                     f"{sent.microbatch} before it or instead of it"
                 )
-                raise ScheduleError(k, receive(turn), reason)
-        yield k, turn
+                raise ScheduleError(k, receive(instruction), reason)
+        yield k, instruction
         heads[k] = next(following[k], None)
-        if turn.kind is _UPDATE:
+        if instruction.kind is _UPDATE:
             updates[k] += 1
         else:
             free[d], went_ahead[d] = int(start) + 1, ahead
-        if turn.kind not in _ALONE:
+        if instruction.kind not in _ALONE:
             done[ahead][k] += 1
             if k != ends[ahead]:
                 to = k + 1 if ahead else k - 1
-                inboxes[ahead][to].append((turn, free[d]))
+                inboxes[ahead][to].append((instruction, free[d]))
                 if device_of[to] != d:
                     choices[device_of[to]] = choice(device_of[to])
         choices[d] = choice(d)
-    for k, turn in enumerate(heads):
-        if turn is not None:
-            raise _stuck(heads, k, turn)
+    for k, instruction in enumerate(heads):
+        if instruction is not None:
+            raise _stuck(heads, k, instruction)
     for inboxes_of_kind in inboxes:
         for k, inbox in enumerate(inboxes_of_kind):
             if inbox:
@@ -159,24 +159,24 @@ def _stuck(heads: Sequence[Instruction | None], k: int, waits: Instruction) -> S
 
 
 def open_ledgers(
-    actions: Sequence[Iterable[Instruction]],
+    streams: Sequence[Iterable[Instruction]],
     rules: Sequence[Rules] | None = None,
     windows: Sequence[int] | None = None,
     microbatches: int | None = None,
 ) -> tuple[list[Iterable[Instruction]], list[Ledger]]:
-    """Return the actions and a ledger per stage; without rules all read the newest weights."""
-    n = len(actions)
+    """Return the streams and a ledger per stage; without rules all read the newest weights."""
+    n = len(streams)
     for name, values in (("rules", rules), ("windows", windows)):
         if values is not None and len(values) != n:
             raise ValueError(f"{name}: expected one per stage, {n}, got {len(values)}")
     rules = [Rules()] * n if rules is None else rules
-    actions, most = list(actions), [None] * n if windows is None else windows
+    streams, most = list(streams), [None] * n if windows is None else windows
     entries: dict[int, Entries] = {}
     for k, rule in enumerate(rules):
         if rule.forward_reads == "entry":
-            actions[0], copy = tee(actions[0])
+            streams[0], copy = tee(streams[0])
             entries[k] = Entries(copy)
-    return actions, [
+    return streams, [
         Ledger(k, rules[k], window=most[k], microbatches=microbatches, entries=entries.get(k))
         for k in range(n)
     ]
@@ -199,8 +199,8 @@ def validate(
     dropped.
 
     Args:
-        actions: per stage; finite, or endless with ``minibatches``. Read lazily: memory does not
-            grow with the length of the run.
+        actions: the instructions of each stage; finite, or endless with ``minibatches``. Read
+            lazily: memory does not grow with the length of the run.
         minibatches: the length of the run.
         microbatches: the number in every minibatch; None: any.
         windows: the most microbatches in flight per stage; None: any number.
@@ -219,8 +219,8 @@ def validate(
         >>> [max(count.delays) for count in counts]
         [2, 1, 0]
     """
-    actions, ledgers = open_ledgers(actions, rules, windows, microbatches)
-    for k, instruction in device_order(actions, range(len(actions)), minibatches):
+    streams, ledgers = open_ledgers(actions, rules, windows, microbatches)
+    for k, instruction in device_order(streams, range(len(streams)), minibatches):
         ledgers[k].enter(instruction)
     return [ledger.close(minibatches) for ledger in ledgers]
 
@@ -237,10 +237,10 @@ def check_generator(generate: Generator, places: Sequence[Place]) -> None:
     # Enough to fill any window and reach the steady state.
     minibatches = max(place.window for place in places) // microbatches + 6
     for place in places:
-        action = next(iter(generate(place)), None)
-        if action is not None and not isinstance(action, Instruction):
+        first = next(iter(generate(place)), None)
+        if first is not None and not isinstance(first, Instruction):
             raise TypeError(
-                f"expected actions one by one, got {action!r} for stage {place.stage} of "
+                f"expected instructions one by one, got {first!r} for stage {place.stage} of "
                 f"{place.stages}: 'yield from forward(place, i, j)' gives those of a forward"
             )
     windows = [place.window for place in places]
@@ -250,8 +250,8 @@ def check_generator(generate: Generator, places: Sequence[Place]) -> None:
     # first may add gradients too, of weights that cannot wait.
     for place in places:
         updates = 0
-        for turn in bounded(generate(place), place.stage, minibatches):
-            updates += turn.kind is _UPDATE
-            if turn.kind not in (_FORWARD, _UPDATE) and turn.minibatch != updates:
+        for instruction in bounded(generate(place), place.stage, minibatches):
+            updates += instruction.kind is _UPDATE
+            if instruction.kind not in (_FORWARD, _UPDATE) and instruction.minibatch != updates:
                 due = Instruction(_UPDATE, updates)
-                raise ScheduleError(place.stage, turn, f"expected {due} before it")
+                raise ScheduleError(place.stage, instruction, f"expected {due} before it")

@@ -95,8 +95,8 @@ class Rules:
 class Entries:
     """The version that stage 0 has when each microbatch enters, for one stage's forwards."""
 
-    def __init__(self, actions: Iterable[Instruction] = ()) -> None:
-        self._versions = _versions_at_forwards(actions)  # lazily
+    def __init__(self, instructions: Iterable[Instruction] = ()) -> None:
+        self._versions = _versions_at_forwards(instructions)  # lazily
         self._next: tuple[int, int, int] | None = None
         self.following = 0  # the version of the forward after the one that was taken
 
@@ -110,10 +110,10 @@ class Entries:
         return entry[2]
 
 
-def _versions_at_forwards(actions: Iterable[Instruction]) -> Iterator[tuple[int, int, int]]:
+def _versions_at_forwards(instructions: Iterable[Instruction]) -> Iterator[tuple[int, int, int]]:
     """Yield the minibatch, the microbatch and the number of updates before each forward."""
     updates = 0
-    for kind, i, j in actions:
+    for kind, i, j in instructions:
         if kind is Kind.FORWARD:
             yield i, j, updates
         updates += kind is Kind.UPDATE

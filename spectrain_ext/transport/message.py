@@ -185,7 +185,7 @@ def tensors_in(anything: object) -> Iterator[Tensor]:
 
 
 class Header(NamedTuple):
-    """What is sent along with a message."""
+    """Numbers that are sent along with a message."""
 
     parts: int = 1  # microbatches of its minibatch
     # With an input: the microbatch's share of the minibatch's samples. With a gradient: the loss as

@@ -45,7 +45,7 @@ class Stream:
     def using(
         self, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
     ) -> AbstractContextManager[object]:
-        """Inside, this is the current stream of its devices, for work that uses these buffers."""
+        """Make this the current stream of its devices, for work that uses these buffers."""
         return self
 
     def event(self) -> Event:

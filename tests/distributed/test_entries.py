@@ -137,7 +137,7 @@ def wait_for_one(rank, ranks, grace, seconds):
         if rank == 0:
             with told.busy("the work"):
                 for n, each in enumerate(seconds):
-                    told.set_action("step", n)
+                    told.set_doing("step", n)
                     threading.Event().wait(each)
 
 

@@ -66,7 +66,7 @@ def unwatched(rank):
 
     return SimpleNamespace(
         **{"rank": rank, "timeout": 1.0, "cause": None, "aborts": [], "disconnects": []},
-        **{"set_action": lambda *_: None, "check": lambda: None, "start": start, "wait": wait},
+        **{"set_doing": lambda *_: None, "check": lambda: None, "start": start, "wait": wait},
         **{"changed": changed, "blocked": lambda *_: nullcontext()},
     )
 

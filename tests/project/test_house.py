@@ -175,6 +175,44 @@ def test_no_circle_of_files() -> None:
     order.prepare()
 
 
+def test_every_step_names_a_handler_that_exists() -> None:
+    source = inspect.getsource(st.passes.Kind)
+    named = re.findall(r"^    # ([\w.]+): .*\n(?:    # .*\n)*    (\w+) =", source, re.MULTILINE)
+    assert [member for _, member in named] == [kind.name for kind in st.passes.Kind]
+    defined = set()
+    for path in MODULES:
+        for node in ast.parse(path.read_text()).body:
+            within = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
+            members = node.body if isinstance(node, ast.ClassDef) else [node]
+            defined |= {within + member.name for member in members if hasattr(member, "name")}
+    assert {handler for handler, _ in named} <= defined
+
+
+#: Words that begin no docstring: it begins with a noun, or a verb that says what is done.
+NO_NOUN = re.compile(
+    r"(who|what|which|whose|that|those|these|this|it|they|where|when|whenever|whatever|if|in|inside"
+    r"|on|at|by|for|of|with|without|from|to|after|before|so|since|because|while|until|then|how|here"
+    r"|there|each|between|under)\b",
+    re.IGNORECASE,
+)
+ROOMS = {
+    *("schedule", "method", "transport", "passes", "distributed", "checkpoint", "partitioning"),
+    *("cutting", "errors", "extras", "files", "interrupts", "later", "modules", "peers", "rng"),
+    "threads",
+}
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
+    found = []
+    for path in (path for path in MODULES if room_of(path) in ROOMS):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                text = ast.get_docstring(node) or ""
+                if NO_NOUN.match(text):
+                    found.append(f"{path.relative_to(ROOT)}: {text.partition(chr(10))[0]}")
+    assert not found, "\n".join(found)
+
+
 def test_process_groups_are_known_upstairs_only() -> None:
     """Except in `partition`, which makes all ranks cut alike; tracing marks cuts by torch's own."""
     upstairs = ("distributed", "checkpoint", "tools.commands", "tools.models", "partitioning")
