@@ -1,6 +1,8 @@
 """Optimizers with torch.optim's interface whose step can also write predicted weights."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from spectrain_ext.later import attributes
 
 from .base import PredictingOptimizer
 from .optimizers import SGD, Adam, AdamW, NAdam
@@ -19,14 +21,5 @@ __all__ = [
     "hidden_matrices",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import matrices  # loaded on first use
-
-    return getattr(matrices, name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+_ON_FIRST_USE = dict.fromkeys(("SOAP", "Muon", "hidden_matrices"), "matrices")
+__getattr__, __dir__ = attributes(__name__, _ON_FIRST_USE)

@@ -208,10 +208,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
         self.stepper.check_law(as_law(law))
 
     def check_correction(self, correction: Corrected | None) -> None:
-        """Raise ValueError naming the first group for which a correction is undefined.
-
-        A correction replaces the coefficients of a step; TypeError unless it gives a ``Term``.
-        """
+        """Raise ValueError naming the first group for which a correction is undefined."""
         self.stepper.check_correction(correction)
 
     @exclusive

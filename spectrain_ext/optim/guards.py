@@ -93,7 +93,7 @@ class SaveGuard:
     def lift(self, params: Iterable[Tensor]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """Allow saving; return the parameters' attributes, and with what to update them again."""
         attributes = [vars(p) for p in params]
-        return [(each, {k: each.pop(k) for k in _GUARDED if k in each}) for each in attributes]
+        return [(own, {k: own.pop(k) for k in _GUARDED if k in own}) for own in attributes]
 
     def _detach(self, p: Tensor) -> Tensor:
         if not is_compiling() and sys._getframe(1).f_code is _SAVES:
@@ -118,10 +118,13 @@ class StepGuard:
         self._before: tuple[dict[str, Any], type] | None = None  # while the guard is put
 
     def put(self) -> None:
-        held, scheduler = self._attributes, self._scheduler
+        attributes, scheduler = self._attributes, self._scheduler
         kind: Any = type(scheduler)
-        self._before = {name: held[name] for name in self._refused if name in held}, kind
-        held.update(self._refused)
+        self._before = (
+            {name: attributes[name] for name in self._refused if name in attributes},
+            kind,
+        )
+        attributes.update(self._refused)
         if scheduler is not None:
             with suppress(TypeError):  # of a class that allows no such subclass
                 scheduler.__class__ = _refusing(kind)

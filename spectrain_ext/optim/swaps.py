@@ -65,8 +65,8 @@ class Swap(NamedTuple):
 
 
 @contextmanager
-def swapped(swaps: Sequence[Swap], what: str, keeps_gradients: bool = False) -> Iterator[None]:
-    """Inside, parameters hold the true weights; ``what`` begins the error of another shape."""
+def swapped(swaps: Sequence[Swap], action: str, keeps_gradients: bool = False) -> Iterator[None]:
+    """Let parameters hold the true weights inside; ``action`` begins the error of another shape."""
     try:
         for swap in swaps:
             swap.enter()
@@ -76,7 +76,7 @@ def swapped(swaps: Sequence[Swap], what: str, keeps_gradients: bool = False) -> 
         left = [swap.leave(keeps_gradients) for swap in swaps]
         for k in [k for k, fits in enumerate(left) if not fits]:
             raise RuntimeError(
-                f"{what} gave parameter {k} data of another shape than "
+                f"{action} gave parameter {k} data of another shape than "
                 f"{tuple(swaps[k].p.shape)}; that one was not updated"
             )
 
@@ -91,9 +91,9 @@ class Hooks:
     _inside: AbstractContextManager[None] | None = None
     _stepped: Sequence[Tensor] = ()  # copies of the weights between the step and its hooks
 
-    def __init__(self, params: Iterable[Tensor], master: Views, what: str) -> None:
+    def __init__(self, params: Iterable[Tensor], master: Views, action: str) -> None:
         self._swaps = [Swap.of(p, master) for p in params]
-        self._what = what
+        self._action = action
 
     def run(self, step_with_hooks: Callable[[], Any], outs: Views | None) -> Any:
         """Run hooks and step, which calls ``outside``; ``outs`` are the predictions it writes."""
@@ -117,7 +117,7 @@ class Hooks:
         return result
 
     def _enter(self) -> None:
-        self._inside = swapped(self._swaps, self._what, keeps_gradients=True)
+        self._inside = swapped(self._swaps, self._action, keeps_gradients=True)
         self._inside.__enter__()
 
     def _leave(self) -> None:

@@ -15,7 +15,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class OwnWrites:
-    """What a stage's module writes into its own weights, in one run.
+    """Writes of a stage's module into its own weights, in one run.
 
     A module may write its weights in a forward, as ``nn.Embedding(max_norm=1.0)`` does. It then
     writes the version that the stage computes with. What it has added there is added to the true

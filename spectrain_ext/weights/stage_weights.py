@@ -31,7 +31,7 @@ _COPY = Linear(0)  # writes weights that are not predicted
 
 
 class StageMemory(NamedTuple):
-    """What a stage holds at most.
+    """The most that a stage holds.
 
     Attributes:
         versions: weight buffers: those that the stage computes with, and the master.
@@ -44,7 +44,7 @@ class StageMemory(NamedTuple):
     microbatches: int
 
 
-#: Those of all pipelines that exist.
+#: The weights of all pipelines that exist.
 _made: WeakSet[StageWeights] = WeakSet()
 
 
@@ -77,7 +77,7 @@ class StageWeights:
         self.storage: Storage | None = None
         self._half: Storage | None = None  # while it is bound or unbound
         self.own_writes: OwnWrites | None = None  # in a run that has to notice them
-        self.followed: object = None  # by what rules it trains
+        self.followed: object = None  # the rules that it trains by
         _made.add(self)
 
     def follow(self, rules: Rules, places: tuple[Place, Place], schedule: str | Generator) -> None:
@@ -229,7 +229,7 @@ class StageWeights:
         moves: bool = False,
         replicated: bool = False,
     ) -> None:
-        """Take what the parameters hold as version 0.
+        """Take the parameters' values as version 0.
 
         ``factor``: on the learning rates, of an update of the run; ``moves``: whether ``move`` may
         follow an update; ``replicated``: whether replicas must keep the same weights.
@@ -276,7 +276,7 @@ class StageWeights:
 
     @contextmanager
     def holding(self, values: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, between two runs, the parameters have these values; afterwards their own."""
+        """Give the parameters these values inside, between two runs; afterwards their own."""
         before = [p.detach().clone() for p in self.params]
         with torch.no_grad():
             torch._foreach_copy_(self.params, list(values))
@@ -298,7 +298,7 @@ class StageWeights:
     def keep(self) -> tuple[Mapping[Tensor, Tensor], Callable[[], None]]:
         """Keep the weights that the module has now, until the next update at most.
 
-        Returns views of them, by parameter, and what has to be called before that update.
+        Returns views of them, by parameter, and a function to be called before that update.
         """
         buffer, versions = self._bound.bound, self.versions
         content = buffer.content or Content(versions.version)

@@ -224,7 +224,7 @@ class Storage:
             buffer.watch = _C.Watch(tuple(self.params))
 
     def in_bound(self, weight: Tensor) -> Callable[[], Tensor] | None:
-        """Return what reads a weight in the buffer that is bound then; None: it is no weight."""
+        """Return a function that reads a weight in the bound buffer; None: it is no weight."""
         try:
             at = self.addresses.get(weight.untyped_storage().data_ptr())
         except (NotImplementedError, RuntimeError):  # a sparse tensor has none
@@ -291,7 +291,7 @@ class Storage:
     # An update.
 
     def rates(self) -> tuple[float, ...]:
-        """Return what the learning rates of a prediction depend on."""
+        """Return the factor and the learning rates, on which predictions depend."""
         return self.rate_factor, *rates_of(self.optimizer)
 
     def note_before(self) -> None:
@@ -346,8 +346,8 @@ class Storage:
     def move(self, weights: Iterable[Tensor], version: int) -> None:
         """Make these the true weights of a version, in any dtype, right after its update."""
         # Predictions from this version are shifted by the same amount.
-        held = ((buffer.flat, buffer.content) for buffer in self.pool if buffer is not self.true)
-        predicted = [flat for flat, content in held if content and content.version == version]
+        others = [buffer for buffer in self.pool if buffer is not self.true and buffer.content]
+        predicted = [b.flat for b in others if b.content and b.content.version == version]
         for p, new in zip(self.params, weights, strict=True):
             old = self.true.flat.views[p]
             for flat in predicted:
@@ -357,18 +357,18 @@ class Storage:
     def carry_over(self, p: Tensor, old: Tensor | None, version: int) -> bool:
         """Change true weights of a version as somebody has changed the bound ones from ``old``.
 
-        What comes after the bound version changes too. Returns False if ``old`` is needed and None.
+        Later versions change too. Returns False if ``old`` is needed and None.
         """
-        here, now = self.bound, self.bound.flat.views.get(p)
+        bound, now = self.bound, self.bound.flat.views.get(p)
         if now is None:  # a copy of a parameter that another stage trains
             return False
-        held = here.content or Content(version)
+        content = bound.content or Content(version)
         later = [] if self._before is None else [self._before]
         for buffer in self.version_buffers():
-            after = buffer.content is not None and buffer.content.version >= held.version
-            if buffer is not here and (after or buffer is self.true):
+            after = buffer.content is not None and buffer.content.version >= content.version
+            if buffer is not bound and (after or buffer is self.true):
                 later.append(buffer.flat)
-        if old is None and later and here is not self.true and held == Content(version):
+        if old is None and later and bound is not self.true and content == Content(version):
             old = self.true.flat.views[p].to(now.dtype, copy=True)
         if old is None:
             return not later
@@ -399,7 +399,7 @@ def _plan(
 
 
 class SavedWeights:
-    """Inside, autograd saves where in its buffer a weight is; a backward reads the bound one there.
+    """Autograd saves the places of weights inside; a backward reads the bound buffer there.
 
     A forward and its backward then use different versions, each in a buffer of its own, as if one
     buffer had been overwritten in between. The bits are the same (measured for convolutions, norms

@@ -14,8 +14,8 @@ class Update(NamedTuple):
     """The buffers that an update writes and reads."""
 
     room: VersionBuffer | None  # where the step also writes the next forward's weights
-    kept: VersionBuffer | None  # where true weights that are still needed go, see ``keep_true``
-    before: VersionBuffer | None  # if the update is left out: what the last step predicted
+    kept: VersionBuffer | None  # for true weights that are still needed, see ``keep_true``
+    before: VersionBuffer | None  # if the update is left out: the last step's prediction
 
 
 class Versions(Reader[Content]):
@@ -72,8 +72,8 @@ class Versions(Reader[Content]):
         """Return a buffer to write these weights to; its old content is dropped."""
         storage = self._storage
         for buffer in storage.pool:
-            held = buffer.content
-            if held is None or not (buffer is storage.true or self._is_wanted(held)):
+            kept = buffer.content
+            if kept is None or not (buffer is storage.true or self._is_wanted(kept)):
                 break
         else:
             buffer = storage.new_buffer()

@@ -196,7 +196,8 @@ NO_NOUN = re.compile(
     re.IGNORECASE,
 )
 ROOMS = {
-    *("schedule", "method", "transport", "passes", "distributed", "checkpoint", "partitioning"),
+    *("optim", "weights", "schedule", "method", "transport", "passes", "distributed"),
+    *("checkpoint", "partitioning"),
     *("cutting", "errors", "extras", "files", "interrupts", "later", "modules", "peers", "rng"),
     "threads",
 }
