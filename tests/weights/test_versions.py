@@ -204,6 +204,34 @@ def test_a_step_writes_the_next_forwards_weights_where_it_can(method, more, expe
     assert counted(method, **more) == expected
 
 
+def test_a_step_of_a_subclass_or_a_wrapper_is_called_and_still_predicts():
+    calls = Counter()
+
+    class Own(st.optim.SGD):
+        def step(self, closure=None):
+            calls["own"] += 1
+            return super().step(closure)
+
+    class Wrapped(st.optim.SGD):
+        def __init__(self, *args, **more):
+            super().__init__(*args, **more)
+            real = self.step
+
+            def step(closure=None):
+                calls["wrapped"] += 1
+                return real(closure)
+
+            self.step = step
+
+    stages, data, found = tanh_stages(3), batches(6), []
+    for kind in (st.optim.SGD, Own, Wrapped):
+        make = partial(kind, lr=0.05, momentum=0.9)
+        pipe = st.Pipeline(copy.deepcopy(stages), make, mse, "spectrain")
+        found.append(losses(pipe, data))
+    assert found[0] == found[1] == found[2]
+    assert calls == {"own": 18, "wrapped": 18}
+
+
 def test_a_failed_step_leaves_no_order_behind():
     counts = Counter()
     make = partial(Counting, counts=counts)
