@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from .guards import Ordered
-from .layout import Views
+from .parameter_table import Views
 from .state import laid_out_as
 from .swaps import Swap, swapped
 

@@ -22,7 +22,7 @@ from spectrain_ext.operators.calls import (
 from spectrain_ext.operators.laws import Law, Linear, SecondOrder, after_first_step, terms_of
 from spectrain_ext.operators.numbers import Sgd
 
-from .layout import Home, Layout, Views
+from .parameter_table import Home, ParameterTable, Views
 from .state import Scalars, State, empty_like
 
 _STILL = Linear(0)  # for weights that were never updated
@@ -48,31 +48,31 @@ class Rows:
 
     def __init__(
         self,
-        layout: Layout,
+        table: ParameterTable,
         home: Home | None,
-        positions: Sequence[int],  # in the layout, ascending
+        positions: Sequence[int],  # in the table, ascending
         with_buffers: bool,  # whether the rule needs them
         outs: Views | None = None,  # where predictions are written
         *,
         stash: bool = False,  # for predictions in place
     ) -> None:
-        self._layout, self._positions = layout, positions
-        self.rule = layout.rules[positions[0]]  # the same for all
+        self._table, self._positions = table, positions
+        self.rule = table.rules[positions[0]]  # the same for all
         self._is_of_matrices = self.rule.is_for_matrices
-        self.params = [layout.params[i] for i in positions]
-        self.group = layout.groups[positions[0]]
+        self.params = [table.params[i] for i in positions]
+        self.group = table.groups[positions[0]]
         weights = self.params if home is None else [home.weights[p] for p in self.params]
         self._weights = [w.detach() for w in weights]  # aliases: they keep the storage alive
         self._buffers: list[tuple[Tensor, ...]] | None = None
         if with_buffers:
-            self._buffers = list(zip(*map(layout.buffers_of, positions), strict=True))
+            self._buffers = list(zip(*map(table.buffers_of, positions), strict=True))
         self._stashed = [empty_like(p, p.dtype) for p in self.params] if stash else []
         # The plan holds raw addresses, but parameters can get new storage (``p.data = ...``,
         # ``module.to()``) and state new buffers. ``Stepper`` asks this before every use.
         self.in_place = _C.Watch((*weights, *chain.from_iterable(self._buffers or ()))).in_place
 
         keys = [
-            (layout.groups[i], layout.buffers[i] is not None, layout.scalars(i)) for i in positions
+            (table.groups[i], table.buffers[i] is not None, table.scalars(i)) for i in positions
         ]
         index = {key: n for n, key in enumerate(dict.fromkeys(keys))}
         self._assignment = [index[key] for key in keys]
@@ -97,7 +97,7 @@ class Rows:
         self._all_active = False
         self._active: list[bool] = []
         self._idle: tuple[list[bool], Rows] | None = None  # rows that are not active
-        self._make_idle = partial(Rows, layout, home, with_buffers=True, outs=outs)
+        self._make_idle = partial(Rows, table, home, with_buffers=True, outs=outs)
         # Most steps of a training loop make the same native call, and preparing it took a third of
         # a small step of SGD. It serves again for the same list of numbers and an equal law; not if
         # step counts or a law's own numbers may have changed.
@@ -128,7 +128,7 @@ class Rows:
         if grad is None:
             return None
         weight = self._weights[row]
-        name = f"the gradient of {self._layout.names[self._positions[row]]}"
+        name = f"the gradient of {self._table.names[self._positions[row]]}"
         if grad.layout != torch.strided:
             raise RuntimeError(f"{name} is sparse ({grad.layout}): a dense one is needed")
         if grad.shape != weight.shape:
@@ -210,7 +210,7 @@ class Rows:
         self._native.set_gradients(tuple(changes))
 
     def _scalars(self, cohort: _Cohort) -> Scalars:
-        return self._layout.scalars(self._positions[cohort.rows[0]])
+        return self._table.scalars(self._positions[cohort.rows[0]])
 
     def _write_idle(self, groups: Sequence[Any], law: Law) -> None:
         """Write the outs that the step's kernel has not written."""
@@ -229,13 +229,13 @@ class Rows:
         for cohort, scalars in zip(self._cohorts, self._after, strict=True):
             active = [row for row in cohort.rows if self._all_active or self._active[row]]
             if counts:
-                self._layout.count([self._positions[row] for row in active], scalars)
+                self._table.count([self._positions[row] for row in active], scalars)
                 changed = changed or 0 < len(active) < len(cohort.rows)
             if self._buffers is not None and not cohort.started:
                 changed = changed or bool(active)
                 for row in active:
                     buffers = [column[row] for column in self._buffers]
-                    self._layout.put(state, self._positions[row], buffers)
+                    self._table.put(state, self._positions[row], buffers)
         return changed
 
     def predict(self, groups: Sequence[Any], law: Law) -> None:

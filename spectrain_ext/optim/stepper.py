@@ -23,7 +23,7 @@ from spectrain_ext.operators.laws import Law, Linear, terms_of
 from spectrain_ext.operators.numbers import Term
 
 from .guards import Ordered, SaveGuard, exclusive
-from .layout import Home, Layout, Views
+from .parameter_table import Home, ParameterTable, Views
 from .rows import Rows
 from .state import Group, Rule, check_dtypes, independent, loaded_dtype, read_entry, ruled
 
@@ -41,7 +41,7 @@ Write = tuple[Views, Law]
 
 
 class _Resolved(NamedTuple):
-    """The launches of a step or a prediction, for as long as the layout holds."""
+    """The launches of a step or a prediction, for as long as the table holds."""
 
     places: tuple[object, ...]  # keys by address; kept alive so that no address is reused
     idle: list[Tensor]  # parameters that need no launch yet
@@ -80,7 +80,7 @@ class Stepper(Ordered):
     def _continue_in(self, home: Home | None, correction: Corrected | None) -> None:
         """Forget all that was resolved; ``correction`` replaces the coefficients of steps."""
         self._seen: tuple[Any, ...] | None = None  # groups and state when all was as it is
-        self._layout: Layout | None = None
+        self._table: ParameterTable | None = None
         self._resolved: dict[tuple[int, ...], _Resolved] = {}  # by address of what is written
         self._numbers_of: tuple[Any, ...] | None = None  # the groups when numbers were read
         self._numbers: list[Any] = []  # hyperparameters by group
@@ -114,7 +114,7 @@ class Stepper(Ordered):
         self._good = []
         kinds = [numbers.has_momentum for numbers in self._numbers]
         if kinds != self._kinds:
-            self._kinds, self._layout = kinds, None
+            self._kinds, self._table = kinds, None
         if all(map(_stays, groups)):  # no mutable values, such as a learning rate in a tensor
             self._numbers_of = tuple(tuple(map(_noted, group.values())) for group in groups)
 
@@ -162,17 +162,17 @@ class Stepper(Ordered):
         Everything is read again that has changed: groups and state by the caller or a hook, the
         places of parameters by ``p.data = ...`` and the like, gradients that have come.
         """
-        optimizer, home, layout = self._optimizer(), self._home, self._layout
+        optimizer, home, table = self._optimizer(), self._home, self._table
         groups, state = optimizer.param_groups, optimizer.state
         places = (outs,) if home is None else (outs, home.weights)
         key = stash, *map(id, places)
         known = self._resolved.get(key)
         if (
-            layout is not None
+            table is not None
             and known is not None
             and factor == self._factor
             and _C.same((groups, state), self._seen)
-            and (layout.counts is None or layout.counts.tolist() == layout.values)
+            and (table.counts is None or table.counts.tolist() == table.values)
             and all([rows.in_place() for rows in known.rows])
             and (stash or not known.idle or all(p.grad is None for p in known.idle))
         ):
@@ -191,40 +191,42 @@ class Stepper(Ordered):
                         "with (.to() or load_state_dict(assign=True) since bind)"
                     )
         elif not all(rows.in_place() for each in self._resolved.values() for rows in each.rows):
-            self._layout = None  # parameters have moved, and perhaps their state with them
-        if self._layout is None or not self._layout.holds(groups, state):
-            self.read_state(layout)
+            self._table = None  # parameters have moved, and perhaps their state with them
+        if self._table is None or not self._table.holds(groups, state):
+            self.read_state(table)
         known = self._resolved.get(key)
         if known is None or (not stash and any(p.grad is not None for p in known.idle)):
             known = self._resolved[key] = self._made(places, stash)
-        assert self._layout is not None
+        assert self._table is not None
         if self._numbers_of is not None:
-            self._seen = self._numbers_of, self._layout.seen_state
+            self._seen = self._numbers_of, self._table.seen_state
         return known.rows
 
-    def read_state(self, previous: Layout | None = None) -> None:
+    def read_state(self, previous: ParameterTable | None = None) -> None:
         """Read groups and state now, and move state to where kernels can use it."""
-        optimizer, previous = self._optimizer(), previous or self._layout
+        optimizer, previous = self._optimizer(), previous or self._table
         groups, state = optimizer.param_groups, optimizer.state
-        self._seen = self._layout = None
+        self._seen = self._table = None
         self._resolved = {}
-        self._layout = Layout(self.rule, self._state_dtype, self._home, groups, state, previous)
+        self._table = ParameterTable(
+            self.rule, self._state_dtype, self._home, groups, state, previous
+        )
 
     def _made(self, places: tuple[Views | None, ...], stash: bool) -> _Resolved:
-        layout, home = self._layout, self._home
-        assert layout is not None
+        table, home = self._table, self._home
+        assert table is not None
         idle: list[Tensor] = []
         positions_of: dict[tuple[torch.device, bool, Rule], list[int]] = {}
-        for i, p in enumerate(layout.params):
-            kind = self._kinds[layout.groups[i]]
+        for i, p in enumerate(table.params):
+            kind = self._kinds[table.groups[i]]
             steps = not stash and (p.grad is not None or not kind)
             # In a bound optimizer every parameter has a launch, which may write its outs.
-            if home is not None or steps or layout.buffers[i] is not None:
-                positions_of.setdefault((p.device, kind, layout.rules[i]), []).append(i)
+            if home is not None or steps or table.buffers[i] is not None:
+                positions_of.setdefault((p.device, kind, table.rules[i]), []).append(i)
             else:
                 idle.append(p)
         rows = [
-            Rows(layout, home, positions, kind, places[0], stash=stash)
+            Rows(table, home, positions, kind, places[0], stash=stash)
             for (_, kind, _), positions in positions_of.items()
         ]
         return _Resolved(places, idle, rows)
@@ -280,7 +282,7 @@ class Stepper(Ordered):
             # From here on nothing can be refused.
             for rows in launches:
                 if rows.step(numbers, law, optimizer.state):
-                    self._layout = None
+                    self._table = None
                 if self._home is None:
                     bump_versions(rows.updated())
         return False

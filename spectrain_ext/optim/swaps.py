@@ -18,7 +18,7 @@ from torch import Tensor
 # raise. A pipeline method changes weights between forward and backward on purpose.
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as versions_preserved
 
-from .layout import Views
+from .parameter_table import Views
 
 
 class Swap(NamedTuple):

@@ -78,7 +78,7 @@ class Home:
         self._checked[id(views)] = views
 
 
-class Layout:
+class ParameterTable:
     """An optimizer's parameters, numbered by position, with their rules, groups and state.
 
     It holds as long as groups and state are those that were read; ``holds`` asks whether they are.
@@ -100,7 +100,8 @@ class Layout:
         home: Home | None,
         groups: Sequence[Group],
         state: State,
-        previous: Layout | None,  # its counts are used again: torch's state dict has views of them
+        previous: ParameterTable
+        | None,  # its counts are used again: torch's state dict has views of them
     ) -> None:
         every = ruled(rule, groups)
         self.names = [name for name, _, _ in every]
