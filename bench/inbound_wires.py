@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import schedules
 
 from spectrain_ext.distributed.ends import RemoteReceiver, RemoteSender
-from spectrain_ext.pipeline.edges import Traffic
+from spectrain_ext.pipeline.processes import Traffic
 
 _COUNTED = (Traffic.ACTIVATIONS, Traffic.GRADIENTS)
 _MOMENTS = 4096  # of a pair of ranks: more than the messages that can be under way

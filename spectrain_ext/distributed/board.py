@@ -480,9 +480,17 @@ class Board:
 
     def _beat(self, inside: Waits | None) -> Heartbeat:
         now, waits = monotonic(), None if self._failure else self.waits or inside
+        count, last = self._shared
         return Heartbeat(
-            *(b"", now, self.doing(), now - self._steps[-1][1], waits and waits[:2]),
-            *(*self._shared, self.cause is not None, this_process()),
+            text=b"",
+            heard=now,
+            doing=self.doing(),
+            busy=now - self._steps[-1][1],
+            waits=waits and waits[:2],
+            shared=count,
+            last=last,
+            knows=self.cause is not None,
+            process=this_process(),
             left=self._left,
             call=self._call,
         )

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
-from spectrain_ext.pipeline.edges import Traffic
-from spectrain_ext.pipeline.processes import Ends
+from spectrain_ext.pipeline.processes import Ends, Traffic
 from spectrain_ext.pipeline.ties import TiedStages
 from spectrain_ext.schedule import Replicas
 from spectrain_ext.transport.streams import callers_stream

@@ -137,7 +137,7 @@ class DistributedPipeline(Pipeline):
         _made[members] += 1
         store = PrefixStore(prefix, _get_default_store())
         self._board = board = Board(
-            *(store, self.rank, self.ranks, timeout), kept_elsewhere=members[0] != 0
+            store, self.rank, self.ranks, timeout, kept_elsewhere=members[0] != 0
         )
         with board.run(starts=True):
             modules = [stage] if isinstance(stage, nn.Module) else list(stage)
@@ -148,7 +148,12 @@ class DistributedPipeline(Pipeline):
                     _check_apart(type(each).__name__, layout.replicas, clip_scope, count)
                     clip_scope = "stage"
             self._processes = Ranks(
-                *(members, prefix, board, layout, own_passes, clip_norm),
+                members=members,
+                prefix=prefix,
+                board=board,
+                layout=layout,
+                passes=own_passes,
+                clip_norm=clip_norm,
                 settings={"clip_scope": clip_scope, "split_dim": repr(split_dim)},
                 of_stage={"loss_fn": loss_fn, "master_dtype": master_dtype, "recompute": recompute},
             )
@@ -160,7 +165,11 @@ class DistributedPipeline(Pipeline):
             self.replicas, self.replica = layout.replicas.counts, self._processes.replica
             devices = None if device is None else [device] * len(modules)
             super().__init__(
-                *(modules, optimizer, loss_fn, method, devices),
+                modules,
+                optimizer,
+                loss_fn,
+                method,
+                devices,
                 scheduler=scheduler,
                 microbatches=microbatches,
                 window=window,

@@ -16,11 +16,11 @@ from spectrain_ext.cutting import cut_of
 from spectrain_ext.method import check_replicas
 from spectrain_ext.passes import ShareLoss
 from spectrain_ext.pipeline.arguments import check_trains
-from spectrain_ext.pipeline.course import AppliedMethod, check_hidden, hidden_use
-from spectrain_ext.pipeline.edges import Traffic
+from spectrain_ext.pipeline.course import AppliedMethod
+from spectrain_ext.pipeline.factories import check_hidden, hidden_use
 from spectrain_ext.pipeline.losses import Result, mean_of
 from spectrain_ext.pipeline.passes import Handler, Pass
-from spectrain_ext.pipeline.processes import Depth, Ends, Processes
+from spectrain_ext.pipeline.processes import Depth, Ends, Processes, Traffic
 from spectrain_ext.pipeline.run import Run
 from spectrain_ext.pipeline.stage import Stage
 from spectrain_ext.pipeline.stage_run import StageRun
@@ -122,7 +122,7 @@ class Ranks(Processes):
         check_equal_start(of_ranks, replicas)
         bodies = backend_of_bodies([rank["gpu"] for rank in of_ranks])
         self._links = open_links(
-            *(self._members, self._prefix, first.device, board, replicas, bodies, ties)
+            self._members, self._prefix, first.device, board, replicas, bodies, ties
         )
         if self._shards is not None:  # not before: what is refused leaves the caller's groups alone
             made = self._shards.get_group()

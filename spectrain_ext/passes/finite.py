@@ -10,9 +10,9 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
+from spectrain_ext.pipeline.module_state import ModuleBuffers
 from spectrain_ext.pipeline.names import bare
 from spectrain_ext.pipeline.passes import Handler, Pass
-from spectrain_ext.pipeline.tape import ModuleBuffers
 from spectrain_ext.pipeline.views import ProcessesView, RunView, StageView
 from spectrain_ext.rng import States
 from spectrain_ext.schedule import Kind

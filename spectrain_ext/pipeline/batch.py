@@ -6,16 +6,11 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from spectrain_ext.transport import Buffer, Sender, Stream, callers_stream
 from spectrain_ext.transport.message import (
-    NO_HEADER,
-    Header,
     Message,
     Microbatches,
     flattened,
@@ -275,49 +270,3 @@ def cut_message(message: Message, sizes: Sequence[int], dims: _Dims) -> list[Mes
             columns.append((tensor,) * len(sizes))
     _, flags, form = message
     return [Message(tensors, flags, form) for tensors in zip(*columns, strict=True)]
-
-
-def joined_targets(messages: Sequence[Message]) -> Message:
-    """Return the targets of a minibatch's microbatches as one message of ``Microbatches``."""
-    tensors = tuple(chain.from_iterable(message.tensors for message in messages))
-    forms = (message.form for message in messages)
-    return Message(tensors, (False,) * len(tensors), ("microbatches", *forms))
-
-
-def send_batch(edge: Sender, message: Message, batch: Buffer, header: Header = NO_HEADER) -> None:
-    """Send the input or the target of the caller's batch to its stage."""
-    callers: dict[torch.device, Stream] = {}
-    for tensor in message.tensors:
-        if tensor is not None and tensor.device not in callers:
-            callers[tensor.device] = callers_stream(tensor.device)
-    if not callers:
-        batch = Buffer("no tensors")
-    written = []
-    for caller in callers.values():
-        if not caller.immediate:
-            caller.writes(batch)
-            written.append(caller.event())
-            caller.record(written[-1])
-    read = edge.send(message, batch, *written, header=header)
-    # Copies from CPU to GPU need no wait: when the call returns it has read pageable memory, and
-    # torch's allocator keeps pinned memory until it has been read.
-    for device, caller in callers.items():
-        if not caller.immediate and (device.type != "cpu" or edge.target.type == "cpu"):
-            caller.wait(read)
-
-
-def without_dropped_columns(columns: Any, several: bool, batch: Any, i: int) -> Any:
-    """Return a batch, or a tuple of batches, without the columns that are dropped."""
-    if several:
-        numbered = enumerate(batch, i * len(batch))
-        return tuple(without_dropped_columns(columns, False, one, n) for n, one in numbered)
-    if (cut := microbatches_in(batch, f"batches[{i}]")) is not None:
-        return Microbatches(without_dropped_columns(columns, False, one, i) for one in cut)
-    if isinstance(batch, Mapping):
-        kept = columns.kept(batch, f"batches[{i}]")
-        if i == 0 and (dropped := [name for name in batch if name not in kept]):
-            _logger.info("columns that the model does not take are dropped: %s", dropped)
-        return kept
-    if is_pair(batch) and isinstance(batch[0], Mapping):
-        return columns.kept(batch[0], f"batches[{i}][0]"), batch[1]
-    return batch

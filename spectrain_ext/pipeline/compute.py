@@ -4,43 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
 
-from spectrain_ext.rng import RNG_LOCK, StageRandom
+from spectrain_ext.rng import RNG_LOCK, StageRandom, States
 from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import (
     Buffer,
     Message,
     Receiver,
+    Sender,
     Slot,
     Transit,
 )
 from spectrain_ext.weights.own_writes import OwnWrites
 from spectrain_ext.weights.storage import SavedWeights
 
-from .edges import Cursor, StageEdges, missing
+from .cursor import Cursor
+from .loads import note_read
+from .module_state import ModuleBuffers, ModuleModes, changing_modes
 from .passes import Handler, hooks
 from .stage import NOTHING, Stage
 from .tape import (
-    ModuleBuffers,
-    ModuleModes,
+    NOTHING_SENT,
     Tape,
     activation,
     called,
-    changing_modes,
-    check_dependence,
-    checked_loss,
     copied_out,
     differentiate,
     packed,
     run_on,
     seeded,
 )
-from .updates import Updates, note_read
+from .updates import Updates
 
 
 class Mode(Enum):
@@ -49,8 +49,26 @@ class Mode(Enum):
     CALL = "call"  # forwards only, modules in the mode they are in
 
 
+@dataclass(frozen=True)
+class StageEdges:
+    """The edges of one stage: for each kind, one per microbatch that this replica computes."""
+
+    replica: int  # index of this replica, of ``count``
+    count: int
+    inputs: Sequence[Receiver]  # the previous stage's ``to_next``
+    targets: Sequence[Receiver]  # on the last stage only
+    gradients: Sequence[Receiver]  # the next stage's ``to_previous``
+    to_next: Sequence[Sender]
+    to_previous: Sequence[Sender]
+
+
+def missing(message: str) -> Never:
+    """Raise RuntimeError: the end of the run has come before a message."""
+    raise RuntimeError(f"{message} is missing")
+
+
 class Compute:
-    """Who computes: receives, forwards, losses, backwards and sends of one stage in one run.
+    """Receives, forwards, backwards and sends of one stage in one run.
 
     If the stage is recomputed, a forward keeps its inputs, the module's buffers and the state of
     the random numbers, but no graph. Before its backward the whole forward runs again, with the
@@ -60,16 +78,13 @@ class Compute:
     loss that is a module.
 
     Attributes:
-        tapes: what it keeps of each microbatch in flight, by minibatch and microbatch.
+        tapes: the records of the microbatches in flight, by minibatch and microbatch.
         keeps_graph: whether forwards make the graphs that backwards use.
         numbers: a context in which forwards draw random numbers.
         follows: a context in which a graph finds the weights of its backward.
         calls, lost: the hooks of passes.
         ended_by: the edge that has delivered the end of the run.
     """
-
-    _received: Slot
-    ended_by: Receiver | None = None
 
     def __init__(
         self,
@@ -83,6 +98,8 @@ class Compute:
         self._mode, self._trains = mode, mode is Mode.TRAIN
         self.keeps_graph = self._trains and not stage.recomputes
         self.tapes: dict[tuple[int, int], Tape] = {}
+        self.ended_by: Receiver | None = None
+        self._received: Slot | None = None  # the inputs of the next forward
         # Inputs whose gradients go to the previous stage, the buffer that stands for their memory,
         # and the count that is sent with them.
         self._outgoing: tuple[Sequence[Tensor | None], Buffer, Tensor | None] | None = None
@@ -108,7 +125,7 @@ class Compute:
             self.calls = []
 
     def begin(self) -> None:
-        """Change what ``end`` puts back."""
+        """Prepare forwards: their random numbers, module mode, and a search for saved weights."""
         stage = self._stage
         if self._trains:
             weights, saving = stage.weights, hooks(stage.passes, "saving")
@@ -179,7 +196,7 @@ class Compute:
             return
         header = slot.header
         if j == 0:
-            self._cursor.add(edges.microbatches_of(header))
+            self._cursor.add(len(range(edges.replica, header.parts, edges.count)))
         if self._received_activation:
             with self._stage.computing(reads=(slot.buffer,)):
                 for unpack in self._received_activation:
@@ -189,19 +206,24 @@ class Compute:
 
     def pass_on_end(self) -> None:
         self._cursor.stop()
-        self._edges.end()
+        for edge in dict.fromkeys(self._edges.to_next):
+            edge.end()
 
     @property
     def samples(self) -> int:
         """The samples of the microbatch received last."""
+        assert self._received is not None
         return self._received.header.samples
 
     def _forward(self, i: int, j: int) -> None:
         stage, slot, graph, own = self._stage, self._received, self.keeps_graph, self._own
-        message = slot.message
-        tape = self.tapes[i, j] = Tape(slot, self._untracked or Buffer("activations"))
+        assert slot is not None
+        message, buffer = slot.message, self._untracked or Buffer("activations")
+        leaves: Sequence[Tensor | None] = ()
+        states: States | None = None
+        module_buffers: Sequence[ModuleBuffers] = ()
         # A first layer that works in place writes the slot.
-        writes = (slot.buffer, stage.module_buffers, tape.buffer)
+        writes = (slot.buffer, stage.module_buffers, buffer)
         with (
             stage.computing(writes=writes, weights=True),
             # Most callers have autograd enabled; setting it again takes 0.8 us.
@@ -215,23 +237,24 @@ class Compute:
             if own is not None and own.copies:
                 own.before()
             if graph:
-                tape.leaves, tape.output = self._run(message)
+                leaves, output = self._run(message)
             elif self._trains:
-                tape.states = stage.random.states()
-                tape.module_buffers = [ModuleBuffers(stage.module)]
+                states, module_buffers = stage.random.states(), (ModuleBuffers(stage.module),)
                 # Copies, since the second forward needs the inputs as they were.
                 copies = [None if t is None else t.clone() for t in message.tensors]
-                tape.output = called(stage.module, input=packed(message, copies))
+                output = called(stage.module, input=packed(message, copies))
             else:
                 value = packed(message, message.tensors)
-                tape.output = copied_out(called(stage.module, input=value), message)
+                output = copied_out(called(stage.module, input=value), message)
         if own is not None and own.after():
             stage.carry_own_writes(own)
+        sent = NOTHING_SENT
         if self._edges.to_next:
-            tape.message = activation(tape.output)
+            sent = activation(output)
             if not graph and self._trains:
                 learns = stage.weights is not None or any(message.differentiable)
-                tape.message = tape.message.with_gradient(learns)
+                sent = sent.with_gradient(learns)
+        self.tapes[i, j] = Tape(slot, buffer, leaves, output, sent, states, module_buffers)
         if not stage.immediate:
             note_read(stage)
         if self._trains:
@@ -270,9 +293,7 @@ class Compute:
             self._sent.hold(read, buffer, message)
         if self.keeps_graph:
             return
-        # Without a graph, nothing here needs the output any more.
-        tape.output, tape.message = (), Message(())
-        tape.buffer = Buffer("activations")  # for the recomputation
+        tape.forget_output()
         if not self._trains:
             del self.tapes[i, j]
 
@@ -295,14 +316,15 @@ class Compute:
             with self._stage.computing(reads=(slot.buffer,)):
                 for unpack in self._received_gradient:
                     slot.message = unpack(i, j, slot.message)
-        self.tapes[i, j].arrived = slot
+        self.tapes[i, j].receive_gradients(slot)
 
     def _recompute(self, i: int, j: int) -> None:
         stage, tape, own = self._stage, self.tapes[i, j], self._own
         message = tape.slot.message
         writes = [tape.slot.buffer, tape.buffer, stage.module_buffers]
-        if self._edges.targets:
-            writes.append(tape.arrived.buffer)
+        if tape.loss is not None:
+            writes.append(tape.loss.targets.slot.buffer)
+        assert tape.states is not None
         with (
             stage.computing(writes=writes, weights=True),
             torch.enable_grad(),
@@ -314,11 +336,10 @@ class Compute:
             for buffers in reversed(tape.module_buffers):  # the loss may contain the module
                 held.enter_context(buffers)
             with stage.random.at(tape.states):
-                tape.leaves, tape.output = self._run(message)
-                if tape.loss_fn is not None:
-                    loss, _ = checked_loss(tape.loss_fn(tape.output, tape.target), stage.device)
-                    check_dependence(loss, tape.output)
-                    tape.output = loss
+                leaves, output = self._run(message)
+                if tape.loss is not None:
+                    output = tape.loss.again(output)
+        tape.record_again(leaves, output)
         self._entered = ()
         if own is not None and own.after():
             stage.carry_own_writes(own)
@@ -332,16 +353,15 @@ class Compute:
         """Compute the gradients of the input, and those that cannot wait."""
         tape = self.tapes[i, j]
         # A recomputed graph is differentiated as a whole: it should not live until the second half.
-        tape.rest = self._differentiate(i, j, tape, halves=not self._stage.recomputes)
+        tape.put_off(self._differentiate(i, j, tape, halves=not self._stage.recomputes))
         if not self._stage.immediate:
             note_read(self._stage)
 
     def _backward_weights(self, i: int, j: int) -> None:
         stage, tape = self._stage, self.tapes.pop((i, j))
         if tape.rest is not None:
-            reads = (tape.buffer, tape.slot.buffer, tape.arrived.buffer)
             writes = (stage.weight_gradients, stage.module_buffers)
-            with stage.computing(reads=reads, writes=writes, weights=True), RNG_LOCK:
+            with stage.computing(reads=tape.memory, writes=writes, weights=True), RNG_LOCK:
                 tape.rest()
         self._finish(i, j, tape)
 
@@ -351,10 +371,10 @@ class Compute:
             stage.compute.writes(tape.buffer)  # freed
             note_read(stage)
         edges.inputs[j].free(tape.slot)
-        if edges.gradients:
+        if tape.loss is not None:
+            tape.loss.targets.note_used()
+        elif tape.arrived is not None:
             edges.gradients[j].free(tape.arrived)
-        else:
-            tape.targets.note_used()
 
     def _differentiate(
         self, i: int, j: int, tape: Tape, halves: bool = False
@@ -365,22 +385,21 @@ class Compute:
         if not stage.immediate:
             updates.free_gradients()
         outgoing = self._untracked or Buffer("gradients of the input")
-        reads = (tape.buffer, tape.slot.buffer, tape.arrived.buffer)
         # Checkpointed parts run again, and exchange the module buffers there.
         writes = (stage.weight_gradients, stage.module_buffers, outgoing)
         # Checkpointed parts write their own weights again.
         own = self._own if self._own is not None and self._own.known else None
         # A hook may draw random numbers.
-        with stage.computing(reads=reads, writes=writes, weights=True), RNG_LOCK:
+        with stage.computing(reads=tape.memory, writes=writes, weights=True), RNG_LOCK:
             if own is not None and own.copies:
                 own.before()
-            if self._edges.gradients:
+            if tape.loss is None:
+                assert tape.arrived is not None
                 pairs, count = seeded(tape.output, tape.arrived.message.tensors)
             else:
-                loss = tape.output
-                assert isinstance(loss, Tensor)
-                seed = torch.full_like(loss, tape.weight)
-                pairs, count = [(loss, seed)] if loss.requires_grad else [], tape.count
+                loss: Tensor = tape.output
+                seed = torch.full_like(loss, tape.loss.weight)
+                pairs, count = [(loss, seed)] if loss.requires_grad else [], tape.loss.count
             if count is not None:
                 count = count.clone()  # the original lies in a receive buffer
                 divisors = updates.divisors

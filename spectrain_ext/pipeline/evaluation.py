@@ -18,8 +18,8 @@ from spectrain_ext.weights.storage import whole
 
 from .batch import SplitDim, microbatches_in, samples_in, sides_of
 from .course import AppliedMethod
-from .edges import SourceSettings
 from .executor import Executor
+from .source import BatchSettings
 from .wires import Wires
 
 
@@ -60,7 +60,7 @@ def _one_replica_works(pipe: Any, stateful: bool) -> bool:
     return differ or (replicas.counts[-1] > 1 and any(one for one, _ in of_ranks))
 
 
-def evaluator_of(executor: Executor, batches: SourceSettings) -> Executor:
+def evaluator_of(executor: Executor, batches: BatchSettings) -> Executor:
     """Return an executor that runs forwards of a pipeline's stages, on edges of its own."""
     replicas = executor.processes.replicas
     parts = [lcm(*replicas.counts) // count for count in replicas.counts]
@@ -73,7 +73,11 @@ def evaluator_of(executor: Executor, batches: SourceSettings) -> Executor:
     ]
     applied = AppliedMethod(find_method("vanilla"), places, [None] * len(places), False)
     wires = Wires(
-        *(executor.stages, applied, executor.processes, batches, *executor.wires.tied),
+        executor.stages,
+        applied,
+        executor.processes,
+        batches,
+        *executor.wires.tied,
         evaluates=True,  # parts are whole batches of any size
     )
     return Executor(executor.stages, wires, executor.processes)

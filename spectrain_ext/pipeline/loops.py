@@ -16,12 +16,11 @@ from torch import nn
 from spectrain_ext.cutting import cut_of
 from spectrain_ext.peers import Peers
 
-from .batch import without_dropped_columns
 from .compute import Mode
-from .edges import SourceSettings
 from .executor import Executor
 from .losses import Keep, Result
 from .run import Work
+from .source import BatchSettings, without_dropped_columns
 
 if TYPE_CHECKING:
     from .observer import Observer
@@ -32,7 +31,7 @@ class Loops(nn.Module):
 
     _executor: Executor
     _evaluator: Executor | None = None  # made by the first evaluation; its edges are kept
-    _batches: SourceSettings
+    _batches: BatchSettings
     devices: tuple[torch.device, ...]
     run: Callable[..., Any]
     check_drained: Callable[[str], None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import nan
 from typing import Any
 
@@ -14,24 +15,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from spectrain_ext.errors import placed
 from spectrain_ext.rng import RNG_LOCK
-from spectrain_ext.transport import Buffer, Message, Receiver, Slot, callers_stream
+from spectrain_ext.transport import Buffer, Receiver, Slot, callers_stream
+from spectrain_ext.transport.message import tensors_in
 from spectrain_ext.weights.storage import whole
 
-from .edges import missing
+from .compute import missing
+from .module_state import ModuleBuffers
 from .passes import Handler, hooks
+from .source import check_count
 from .stage import NOTHING
 from .stage_run import StageRun
-from .tape import (
-    ModuleBuffers,
-    Tape,
-    Targets,
-    called,
-    check_dependence,
-    checked_loss,
-    packed,
-)
-
-NO_INPUTS = Message(())
+from .tape import NOTHING_SENT, LossPart, Tape, Targets, called, packed
 
 #: ``(output, target) -> loss``, or a pair (sum, count).
 LossFn = Callable[..., Tensor | tuple[Tensor, Tensor | float]]
@@ -92,12 +86,40 @@ class Result:
         return f"Result(index={self.index}, {loss})"
 
 
+class _Minibatch:
+    """The losses of a minibatch's microbatches so far."""
+
+    def __init__(self, targets: Targets) -> None:
+        self.targets = targets
+        self._losses: Tensor | None = None  # their sum
+        self.count: Tensor | None = None  # the divisor of the sum; None: it is the mean
+        self.kept: list[Any] = []  # by microbatch, the values of ``keep``
+        self.samples: list[int] = []  # by microbatch
+
+    def add(self, loss: Tensor, count: Tensor | None) -> None:
+        if self._losses is None:
+            self._losses, self.count = loss, count
+            return
+        if (count is None) != (self.count is None):
+            raise TypeError(
+                "loss_fn must return a pair (sum, count) for all microbatches of a minibatch, "
+                "or for none"
+            )
+        self._losses = self._losses + loss
+        if count is not None and self.count is not None:
+            self.count = self.count + count
+
+    @property
+    def total(self) -> Tensor:
+        assert self._losses is not None
+        return self._losses
+
+    def mean(self) -> Tensor:
+        return self.total if self.count is None else mean_of(self.total, self.count)
+
+
 class Losses:
     """Computes the losses of one run on the last stage, and queues the results for the caller."""
-
-    _targets: Targets  # of the minibatch
-    _sum: Tensor  # of the parts so far
-    _count: Any  # what the sum is divided by, a tensor; None: nothing
 
     def __init__(
         self,
@@ -114,36 +136,28 @@ class Losses:
         self._keep = keep
         # By minibatch, until the other replicas' arrive: loss, count and kept values.
         self.own: dict[int, tuple[Tensor, Tensor | None, Any]] = {}
-        self._parts: list[Any] = []  # of the minibatch: what is kept
-        self._samples: list[int] = []  # of the minibatch
+        self._now: _Minibatch | None = None
 
     def loss(self, i: int, j: int) -> None:
         """Compute a microbatch's loss; the last one of a minibatch completes its result."""
         compute, shares = self._last.compute, self._last.cursor.shares[i]
         stage, tape = self._last.stage, compute.tapes[i, j]
         if j == 0:
-            self._targets, self._count = self._receive_targets(), None
-        targets = tape.targets = self._targets
-        tape.arrived, tape.target = targets.slot, targets.parts[j]
-        with stage.computing(writes=(tape.arrived.buffer, tape.buffer)):
-            part, count = self._computed(i, j, tape, shares[j])
-            if j and (count is None) != (self._count is None):
-                raise TypeError(
-                    "loss_fn must return a pair (sum, count) for all microbatches of a minibatch, "
-                    "or for none"
-                )
-            self._sum = part if j == 0 else self._sum + part
-            if count is not None:
-                self._count = count if j == 0 else self._count + count
-            if j == len(shares) - 1:
-                mean = self._sum if count is None else mean_of(self._sum, self._count)
+            self._now = _Minibatch(self._receive_targets())
+        now, ends = self._now, j == len(shares) - 1
+        assert now is not None
+        with stage.computing(writes=(now.targets.slot.buffer, tape.buffer)):
+            now.add(*self._computed(i, j, tape, now, shares[j]))
+            if ends:
+                mean = now.mean()
                 for note in self._finished:
                     note(i, mean)
         if not stage.immediate:
             stage.compute.record(stage.computed)
-        self._samples.append(compute.samples)
-        if j == len(shares) - 1:
-            self._append_result(i, self._samples if self._counted else shares, mean)
+        now.samples.append(compute.samples)
+        if ends:
+            self._append_result(i, now, now.samples if self._counted else shares, mean)
+            self._now = None
 
     def _receive_targets(self) -> Targets:
         edge = self._last.edges.targets[0]
@@ -151,10 +165,13 @@ class Losses:
         with self._last.stage.computing(reads=(slot.buffer,)):
             return Targets(edge, slot)
 
-    def _computed(self, i: int, j: int, tape: Tape, share: float) -> tuple[Tensor, Tensor | None]:
+    def _computed(
+        self, i: int, j: int, tape: Tape, now: _Minibatch, share: float
+    ) -> tuple[Tensor, Tensor | None]:
         """Return a microbatch's part of the loss and its count, and prepare its backward."""
         compute, stage, loss_fn = self._last.compute, self._last.stage, self._loss_fn
-        graph = compute.keeps_graph
+        graph, output, target = compute.keeps_graph, tape.output, now.targets.parts[j]
+        module_buffers: Sequence[ModuleBuffers] = ()
         with (
             NOTHING if torch.is_grad_enabled() == graph else torch.set_grad_enabled(graph),
             RNG_LOCK,
@@ -162,34 +179,37 @@ class Losses:
             compute.follows,
         ):
             for call in compute.calls:
-                call(i, j, loss_fn, NO_INPUTS)
+                call(i, j, loss_fn, NOTHING_SENT)
             if not graph:
-                tape.module_buffers.append(ModuleBuffers(loss_fn))
-                tape.loss_fn = loss_fn
-            returned = called(loss_fn, output=tape.output, target=tape.target)
+                module_buffers = [ModuleBuffers(loss_fn)]
+            returned = called(loss_fn, output=output, target=target)
             loss, count = checked_loss(returned, stage.device)
             if self._keep is not None:
-                self._parts.append(_kept(self._keep, tape.output, tape.target))
-            tape.count = None if self._counted else count
+                now.kept.append(_kept(self._keep, output, target))
+            count = None if self._counted else count
             # The loss's weight in that of the minibatch; a sum is divided later.
-            weight = tape.weight = share if tape.count is None else 1.0
+            weight = share if count is None else 1.0
             part = loss.detach() if weight == 1.0 else loss.detach() * weight
             if self._counted and not weight:
                 part = part * nan  # the mean of nothing
             for note in compute.lost:
                 note(i, j, part)
         if graph:
-            check_dependence(loss, tape.output)
-            tape.output = loss
-        return part, tape.count
+            check_dependence(loss, output)
+        again = partial(_loss_again, loss_fn, target, stage.device)
+        made = LossPart(now.targets, weight, count, module_buffers, again)
+        tape.receive_loss(made, loss if graph else output)
+        return part, count
 
-    def _append_result(self, i: int, shares: Sequence[float], mean: Tensor) -> None:
+    def _append_result(
+        self, i: int, now: _Minibatch, shares: Sequence[float], mean: Tensor
+    ) -> None:
         """Make a result that work on the caller's stream may use."""
-        last, buffer, parts = self._last.stage, Buffer("result"), self._parts
-        self._parts, self._samples = [], []
+        last, buffer, parts = self._last.stage, Buffer("result"), now.kept
         with last.computing(writes=(buffer,)):
-            loss = (self._sum if self._held else mean).clone()  # the graph may need the original
-            count, kept = self._count, parts[0] if parts else None
+            loss = now.total if self._held else mean
+            loss = loss.clone()  # the graph may need the original
+            count, kept = now.count, parts[0] if parts else None
             if len(parts) > 1:
                 kept = _joined(parts, shares)
         if not last.immediate:
@@ -255,3 +275,65 @@ def _joined(parts: list[Any], shares: Sequence[float]) -> Any:
         return torch.stack(weighted).sum()
 
     return tree_map(join, *parts)
+
+
+def _loss_again(
+    loss_fn: Callable[..., Any], target: Any, device: torch.device, output: Any
+) -> Tensor:
+    loss, _ = checked_loss(loss_fn(output, target), device)
+    check_dependence(loss, output)
+    return loss
+
+
+# Checks.
+
+
+def checked_loss(returned: object, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Return the loss, a real 0-d tensor, and its count if it is a sum."""
+    loss: Any = returned
+    count: Any = None
+    if isinstance(returned, tuple) and len(returned) == 2:
+        loss, count = returned
+    loss, count = whole(loss), whole(count)
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            "loss_fn must return a 0-d tensor, or a pair (sum, count), got a "
+            f"{type(returned).__name__}: return the tensor, not its item(), or a tuple of two"
+        )
+    if loss.is_complex():
+        raise TypeError(f"loss_fn must return a real number, got {loss.dtype}: take its abs()")
+    if loss.dim():
+        raise ValueError(
+            "loss_fn must return a scalar (a 0-d tensor), got shape "
+            f"{tuple(loss.shape)}: take its mean"
+        )
+    if count is None:
+        return loss, None
+    # The count becomes a float64 tensor, without a CPU wait for the device.
+    if isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex():
+        if count.requires_grad:
+            raise ValueError(
+                "loss_fn returned a pair, which is (sum, count), and the count requires a "
+                "gradient: return two losses as one, their sum, and a sum of weights without its "
+                "graph, by detach()"
+            )
+        if not count.is_cpu:
+            return loss, count.detach().reshape(()).to(device, torch.float64, non_blocking=True)
+        count = count.item()
+    if isinstance(count, (int, float)):
+        check_count(count, "loss_fn returned a pair, which is (sum, count), and the count")
+        return loss, torch.full((), count, dtype=torch.float64, device=device)
+    what = f"shape {tuple(count.shape)}" if isinstance(count, Tensor) else type(count).__name__
+    raise TypeError(
+        f"the count of a pair (sum, count) must be a number or a 0-d tensor, got {what}; keep= "
+        "takes what is returned beside a loss"
+    )
+
+
+def check_dependence(loss: Tensor, output: object) -> None:
+    """Raise ValueError if the loss does not depend on the output by autograd."""
+    if not loss.requires_grad and any(tensor.requires_grad for tensor in tensors_in(output)):
+        raise ValueError(
+            "loss_fn returned a loss that does not depend on the output by autograd: compute it "
+            "from the output, without detach(), no_grad() or argmax()"
+        )

@@ -180,7 +180,9 @@ def hooks(passes: Sequence[Pass], name: str) -> list[Any]:
     return [getattr(each, name) for each in passes if getattr(type(each), name) is not base]
 
 
-def in_turn(*handlers: Handler) -> Handler:
+def chained(*handlers: Handler) -> Handler:
+    """Return a handler that calls these one after another."""
+
     def run(i: int, j: int) -> None:
         for handler in handlers:
             handler(i, j)

@@ -49,17 +49,18 @@ from .arguments import (
 )
 from .batch import SplitDim, sides_of
 from .compute import Mode
-from .course import AppliedMethod, ClipScope, applied, check_optimizers, weights_of
-from .edges import SourceSettings
+from .course import AppliedMethod, ClipScope, applied, check_optimizers
 from .executor import Executor, keeping
+from .factories import weights_of
 from .loops import Loops, checked_batches, warn_unless_begun
 from .losses import Keep, LossFn, Result
+from .module_state import ModuleModes, changing_modes
 from .names import use_model_names
 from .passes import Pass, checked_passes, hooks
 from .processes import Processes
 from .run import Work
+from .source import BatchSettings
 from .stage import Stage
-from .tape import ModuleModes, changing_modes
 from .ties import copies_of
 from .wires import Wires
 
@@ -171,7 +172,7 @@ class Pipeline(Loops):
             if len(here) == replicas.stages:
                 check_trains(weights is not None for weights in made)
             own = [
-                Stage(*(k, module, device, weights, processes), processes.replica, recompute)
+                Stage(k, module, device, weights, processes, processes.replica, recompute)
                 for (k, module), device, weights in zip(here.items(), where, made, strict=True)
             ]
             self._weights = made
@@ -187,10 +188,15 @@ class Pipeline(Loops):
                 self._log()
                 if any(device.type == "cpu" for device in self.devices):
                     warn_of_threads()
-                self._batches = SourceSettings(split_dim, count)
+                self._batches = BatchSettings(split_dim, count)
                 ties = processes.connect(own, self._methods, self._copies, count is not None)
                 wires = Wires(
-                    *(own, self._methods[0], processes, self._batches, ties, self._copies)
+                    stages=own,
+                    applied=self._methods[0],
+                    processes=processes,
+                    batches=self._batches,
+                    ties=ties,
+                    copies=self._copies,
                 )
                 self._executor = Executor(own, wires, processes)
                 self._follow_method()

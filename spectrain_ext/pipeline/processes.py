@@ -4,23 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
 from typing import Any
 
 from torch import Tensor
 
 from spectrain_ext.schedule import Generator, Instruction, Kind, Place, Replicas
 
-from .course import AppliedMethod, check_hidden, hidden_use
-from .edges import Traffic
+from .course import AppliedMethod
+from .factories import check_hidden, hidden_use
 from .losses import Result
 from .norms import GlobalNorm
 from .passes import Handler, Pass
 from .stage import Stage
 from .ties import Copy, TiedStages, ties_of
 
+
+class Traffic(Enum):
+    ACTIVATIONS = "activations"  # to the next stage
+    GRADIENTS = "gradients"  # to the previous stage
+    INPUTS = "inputs"  # of the caller's batches, to stage 0
+    TARGETS = "targets"  # of the caller's batches, to the last stage
+    TIED_WEIGHTS = "tied weights"  # to a stage that has copies of them
+    TIED_GRADIENTS = "tied gradients"  # of tied weights, to the stage that owns them
+
+
+TIED = (Traffic.TIED_WEIGHTS, Traffic.TIED_GRADIENTS)
+
+
 #: An edge, by the replicas at both ends, numbered stage by stage; None: the caller's batches, or
-#: the index of the rank that they go to among those that share the replica, if not the first. One
-#: of tied parameters: by None and the number of the tie.
+#: the index of the rank that they go to among those that share the replica, if not the first. An
+#: edge of tied parameters: None and the number of the tie.
 Ends = tuple[Traffic, int | None, int]
 
 #: How many messages of an edge may be under way or in use.

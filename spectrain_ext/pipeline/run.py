@@ -15,10 +15,10 @@ from spectrain_ext.schedule import Instruction, Kind, find_generator, flushes, s
 from spectrain_ext.schedule.lowering import ORDER
 
 from .compute import Mode
-from .edges import Cursor
+from .cursor import Cursor
 from .losses import Keep, Losses, Result, measuring
 from .norms import GlobalNorm
-from .passes import Handler, hooks, in_turn
+from .passes import Handler, chained, hooks
 from .processes import Processes
 from .stage import Stage
 from .stage_run import StageRun
@@ -70,7 +70,7 @@ class _Program:
             handlers = with_observers(run.work.observers, stage, handlers)
         announce = run.processes.announce(run, stage.stage)
         if announce is not None:
-            handlers = {kind: in_turn(partial(announce, kind), handlers[kind]) for kind in handlers}
+            handlers = {kind: chained(partial(announce, kind), handlers[kind]) for kind in handlers}
         # Compute instructions that run in the same turn as the one before them: an update, and in
         # an evaluation the notice that a batch is finished.
         self.takes: tuple[Kind, ...] = (Kind.UPDATE,)
@@ -128,7 +128,14 @@ class Run:
         if self.trains and last.edges.targets:
             replicas = processes.replicas.counts[-1]  # which then add up their losses
             held = replicas > 1 and not processes.own_minibatches
-            self.losses = Losses(last, work.call, work.keep, self.results, work.counted, held)
+            self.losses = Losses(
+                last=last,
+                loss_fn=work.call,
+                keep=work.keep,
+                results=self.results,
+                counted=work.counted,
+                held=held,
+            )
         self._order = processes.order(schedule, applied.places)
         wires.begin()
         processes.begin(self)

@@ -10,13 +10,14 @@ from spectrain_ext.method import factor_of
 from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import Buffer
 
-from .compute import Compute, Mode
+from .compute import Compute, Mode, StageEdges
 from .course import AppliedMethod
-from .edges import Cursor, StageEdges
+from .cursor import Cursor
+from .loads import Loads
 from .norms import Clipping, GlobalNorm
-from .passes import Handler, handlers_of, in_turn
+from .passes import Handler, chained, handlers_of
 from .stage import Stage
-from .updates import Loads, Updates
+from .updates import Updates
 
 
 class StageRun:
@@ -78,7 +79,7 @@ class StageRun:
         for steps in (*self._steps, *others, *self._of_passes):
             for kind, step in steps.items():
                 before = handlers.get(kind)
-                handlers[kind] = step if before is None else in_turn(before, step)
+                handlers[kind] = step if before is None else chained(before, step)
         return handlers
 
     # For passes and observers.

@@ -1,22 +1,25 @@
-"""Holds what a stage keeps of a microbatch, and runs its forward and backward."""
+"""Runs the forward and the backward of a microbatch, and records what the backward needs."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from math import inf
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_map_only
 
 from spectrain_ext.rng import States
 from spectrain_ext.transport import Buffer, Header, Message, Microbatches, Receiver, Slot
 from spectrain_ext.transport.message import TENSOR, flattened, is_dense, tensors_in, unflattened
-from spectrain_ext.weights.storage import local_part, whole
+from spectrain_ext.weights.storage import local_part
+
+from .module_state import ModuleBuffers
+
+NOTHING_SENT = Message(())
 
 _DESCRIBED = 200  # characters about what a module was called with
 
@@ -37,29 +40,83 @@ class Entry(torch.autograd.Function):
 
 
 class Tape:
-    """What a stage keeps of a microbatch from its forward to the end of its backward."""
+    """The record of a microbatch on one stage, from its forward to the end of its backward.
 
-    leaves: Sequence[Tensor | None]  # the inputs, None where no gradient is needed
-    output: Any  # where the backward starts: the module's output, or the loss on the last stage
-    message: Message  # the output without its graph, if it goes to another stage
-    arrived: Slot  # the slot of the output's gradients, or of the target on the last stage
-    # On the last stage: all targets of the minibatch and this one's, the loss's weight in that of
-    # the minibatch, and what it is a sum over.
+    Attributes:
+        slot: the receive slot of the inputs.
+        header: arrived with the inputs, and goes on with the output.
+        buffer: stands for the memory of all of this.
+        leaves: the inputs, None where no gradient is needed.
+        output: the start of the backward: the module's output, or the loss on the last stage.
+        message: the output without its graph, for the next stage.
+        states, module_buffers: random numbers and module buffers, for a recomputation.
+        arrived: the slot of the output's gradients, or of the target on the last stage.
+        loss: the part of the loss, on the last stage.
+        rest: the second half of the backward; None: nothing is left.
+    """
+
+    def __init__(
+        self,
+        slot: Slot,
+        buffer: Buffer,
+        leaves: Sequence[Tensor | None],
+        output: Any,
+        message: Message,
+        states: States | None = None,
+        module_buffers: Sequence[ModuleBuffers] = (),
+    ) -> None:
+        self.slot, self.buffer, self.leaves = slot, buffer, leaves
+        self.header: Header = slot.header
+        self.output, self.message = output, message
+        self.states, self.module_buffers = states, module_buffers
+        self.arrived: Slot | None = None
+        self.loss: LossPart | None = None
+        self.rest: Callable[[], None] | None = None
+
+    @property
+    def memory(self) -> tuple[Buffer, ...]:
+        """The memory that a backward reads."""
+        assert self.arrived is not None
+        return self.buffer, self.slot.buffer, self.arrived.buffer
+
+    def forget_output(self) -> None:
+        """Free the output, without whose graph nothing here needs it any more."""
+        self.output, self.message = (), NOTHING_SENT
+        self.buffer = Buffer("activations")  # for the recomputation
+
+    def receive_gradients(self, slot: Slot) -> None:
+        self.arrived = slot
+
+    def receive_loss(self, part: LossPart, output: Any) -> None:
+        """Start the backward at the loss, if ``output`` is one with a graph."""
+        self.loss, self.arrived, self.output = part, part.targets.slot, output
+        self.module_buffers = (*self.module_buffers, *part.module_buffers)
+
+    def record_again(self, leaves: Sequence[Tensor | None], output: Any) -> None:
+        """Start the backward at an output that was computed again."""
+        self.leaves, self.output = leaves, output
+
+    def put_off(self, rest: Callable[[], None] | None) -> None:
+        self.rest = rest
+
+
+@dataclass(frozen=True, slots=True)
+class LossPart:
+    """A microbatch's part of the loss of a minibatch.
+
+    Attributes:
+        targets: all targets of the minibatch.
+        weight: the loss's weight in that of the minibatch.
+        count: the divisor of a loss that is a sum, else None.
+        module_buffers: those of a loss function that will be computed again.
+        again: computes the loss of a recomputed output.
+    """
+
     targets: Targets
-    target: Any
     weight: float
     count: Tensor | None
-    rest: Callable[[], None] | None  # the second half of the backward; None: nothing is left
-    # Only with recomputation: random numbers, module buffers, and the loss.
-    states: States
-    module_buffers: list[ModuleBuffers]
-    loss_fn: Callable[..., Any] | None
-
-    def __init__(self, slot: Slot, buffer: Buffer) -> None:
-        self.slot = slot  # of the inputs
-        self.header: Header = slot.header  # goes on with the output
-        self.buffer = buffer  # stands for the memory of all of this
-        self.loss_fn = self.count = None
+    module_buffers: Sequence[ModuleBuffers]
+    again: Callable[[Any], Tensor]
 
 
 class Targets:
@@ -76,91 +133,6 @@ class Targets:
         self._left -= 1
         if not self._left:
             self._edge.free(self.slot)
-
-
-class ModuleBuffers:
-    """A copy of a module's buffers; an object that is not a module has none.
-
-    Inside ``with``, the module has these copies, and a graph made there keeps them. At the end the
-    module gets back the buffers that it had.
-    """
-
-    def __init__(self, module: object) -> None:
-        modules = module.modules() if isinstance(module, nn.Module) else ()
-        self._original = [(m._buffers, dict(m._buffers)) for m in modules if m._buffers]
-        tensors = {t for _, original in self._original for t in original.values() if t is not None}
-        # Copy them all: ``.data`` and the kernels of torch's norms write unnoticed by autograd.
-        self._kept = {tensor: tensor.detach().clone() for tensor in tensors}
-        self._now: list[dict[str, Tensor | None]] = []
-
-    def __enter__(self) -> None:
-        copies = {tensor: kept.clone() for tensor, kept in self._kept.items()}
-        self._now = [dict(buffers) for buffers, _ in self._original]
-        for buffers, original in self._original:
-            for name, tensor in original.items():
-                buffers[name] = None if tensor is None else copies[tensor]
-
-    def __exit__(self, *raised: object) -> None:
-        for (buffers, _), now in zip(self._original, self._now, strict=False):
-            buffers.update(now)
-        self._now = []  # so that a second call does nothing
-
-    def restore(self) -> None:
-        """Put the values back; call this when no graph needs the buffers any more."""
-        for buffers, original in self._original:
-            buffers.update(original)
-        for tensor, value in self._kept.items():
-            tensor.copy_(value)
-
-    def restore_finite(self, later: Sequence[ModuleBuffers]) -> None:
-        """Put back values that became non-finite, in ``later`` copies too; graphs stay valid."""
-        for held, original in self._original:
-            copies = [(c._kept, had) for c in later for other, had in c._original if other is held]
-            for name, tensor in original.items():
-                if tensor is None or not tensor.is_floating_point():
-                    continue
-                value = self._kept[tensor]
-                others = (kept[t] for kept, had in copies if (t := had.get(name)) is not None)
-                for now in (held[name], *others):
-                    if now is not None and now.shape == value.shape:
-                        lost = value.isfinite() & ~now.isfinite()
-                        now.data.copy_(torch.where(lost, value, now))
-
-
-class ModuleModes:
-    """The training modes of a module and its submodules."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._modes = [(part, part.training) for part in module.modules()]
-        self._switched = False
-
-    def evaluate(self) -> None:
-        if any(training for _, training in self._modes):
-            self._module.eval()
-            self._switched = True
-
-    def restore(self) -> None:
-        """Put every submodule back into its mode; may be repeated."""
-        try:
-            if self._switched and self._modes[0][1]:
-                self._module.train()  # which may be overridden and do more
-            self._switched = False
-        finally:
-            for part, training in self._modes:
-                part.training = training
-
-
-@contextmanager
-def changing_modes(what: str) -> Iterator[None]:
-    """Turn the error of a module that torch.export made into one that says what to do."""
-    try:
-        yield
-    except NotImplementedError as error:
-        raise RuntimeError(
-            f"{what} cannot change between training and evaluation ({error}), as one of "
-            "torch.export; give the module that was exported, which partition can trace"
-        ) from error
 
 
 # A forward.
@@ -261,9 +233,9 @@ Pairs = Sequence[tuple[Tensor | GradientEdge, Tensor]]
 def seeded(
     output: Any, gradients: Sequence[Tensor | None]
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
-    """Return the output's tensors that a backward starts at, with their gradients.
+    """Return the output's tensors that a backward starts at, with their gradients, and the count.
 
-    And the count, which is the last of the gradients if the loss is a sum, otherwise None.
+    The count is the last of the gradients if the loss is a sum, otherwise None.
     """
     outputs, count = (output,) if isinstance(output, Tensor) else (*tensors_in(output),), None
     if len(gradients) > len(outputs):
@@ -283,61 +255,4 @@ def differentiate(
         outputs, seeds = zip(*pairs, strict=True)
         _run_backward(
             outputs, seeds, keep, False, tuple(leaves), allow_unreachable=True, accumulate_grad=True
-        )
-
-
-def checked_loss(returned: object, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Return the loss, a real 0-d tensor, and its count if it is a sum."""
-    loss: Any = returned
-    count: Any = None
-    if isinstance(returned, tuple) and len(returned) == 2:
-        loss, count = returned
-    loss, count = whole(loss), whole(count)
-    if not isinstance(loss, Tensor):
-        raise TypeError(
-            "loss_fn must return a 0-d tensor, or a pair (sum, count), got a "
-            f"{type(returned).__name__}: return the tensor, not its item(), or a tuple of two"
-        )
-    if loss.is_complex():
-        raise TypeError(f"loss_fn must return a real number, got {loss.dtype}: take its abs()")
-    if loss.dim():
-        raise ValueError(
-            "loss_fn must return a scalar (a 0-d tensor), got shape "
-            f"{tuple(loss.shape)}: take its mean"
-        )
-    if count is None:
-        return loss, None
-    # The count becomes a float64 tensor, without a CPU wait for the device.
-    if isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex():
-        if count.requires_grad:
-            raise ValueError(
-                "loss_fn returned a pair, which is (sum, count), and the count requires a "
-                "gradient: return two losses as one, their sum, and a sum of weights without its "
-                "graph, by detach()"
-            )
-        if not count.is_cpu:
-            return loss, count.detach().reshape(()).to(device, torch.float64, non_blocking=True)
-        count = count.item()
-    if isinstance(count, (int, float)):
-        check_count(count, "loss_fn returned a pair, which is (sum, count), and the count")
-        return loss, torch.full((), count, dtype=torch.float64, device=device)
-    what = f"shape {tuple(count.shape)}" if isinstance(count, Tensor) else type(count).__name__
-    raise TypeError(
-        f"the count of a pair (sum, count) must be a number or a 0-d tensor, got {what}; keep= "
-        "takes what is returned beside a loss"
-    )
-
-
-def check_count(count: float, what: str) -> None:
-    """Refuse what no sum of losses can be divided by; 0 is allowed, the mean of nothing."""
-    if not 0 <= count < inf:
-        raise ValueError(f"{what} is {count}: expected a number of samples, or a sum of weights")
-
-
-def check_dependence(loss: Tensor, output: object) -> None:
-    """Raise ValueError if the loss does not depend on the output by autograd."""
-    if not loss.requires_grad and any(tensor.requires_grad for tensor in tensors_in(output)):
-        raise ValueError(
-            "loss_fn returned a loss that does not depend on the output by autograd: compute it "
-            "from the output, without detach(), no_grad() or argmax()"
         )

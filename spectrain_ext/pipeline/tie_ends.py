@@ -11,9 +11,9 @@ from spectrain_ext.method import Method, rules_at
 from spectrain_ext.schedule import Entries, Instruction, Kind, Ledger, Place, find_generator
 from spectrain_ext.transport import Buffer, Message, Receiver, Sender, Slot, Transit
 
-from .edges import Traffic
 from .names import found_as
 from .passes import Handler
+from .processes import Traffic
 from .stage import Stage
 from .ties import Copy, TiedStages
 

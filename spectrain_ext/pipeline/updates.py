@@ -1,9 +1,8 @@
-"""Loads weights, and updates them: what a stage does on its prediction stream."""
+"""Updates a stage's weights: divides and clips gradients, and steps the optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,9 +12,10 @@ from spectrain_ext.rng import RNG_LOCK
 from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import Buffer, Event
 from spectrain_ext.weights import StageWeights
-from spectrain_ext.weights.storage import Content, Storage, VersionBuffer
+from spectrain_ext.weights.storage import Storage
 
-from .edges import Cursor
+from .cursor import Cursor
+from .loads import note_written
 from .norms import Clipping, GlobalNorm, gradient_norm
 from .passes import Handler, hooks
 from .stage import Stage
@@ -24,77 +24,8 @@ if TYPE_CHECKING:
     from spectrain_ext.weights.versions import Update
 
 
-class Loads:
-    """Who loads: the weights of a stage, for forwards and backwards of one run."""
-
-    def __init__(self, stage: Stage, weights: StageWeights, storage: Storage) -> None:
-        self._stage, self._versions, self._storage = stage, weights.versions, storage
-
-    def handlers(self) -> dict[Kind, Handler]:
-        versions = self._versions
-        # The second half of a backward reads the weights of the first half too.
-        first_half = partial(versions.for_backward, ends=False)
-        return {
-            Kind.LOAD_FORWARD: self._loading(versions.for_forward),
-            Kind.LOAD_BACKWARD: self._loading(versions.for_backward),
-            Kind.LOAD_BACKWARD_INPUT: self._loading(first_half),
-        }
-
-    def _loading(self, read_by: Callable[[int, int], Content]) -> Handler:
-        """Return the step after which the stage computes with the weights that one reads."""
-        storage, compute = self._storage, self._stage.compute
-
-        def load(i: int, j: int) -> None:
-            content, buffer = read_by(i, j), storage.bound
-            if buffer.content != content:
-                # Write them first unless another buffer holds them.
-                buffer = self._versions.find(content) or self._written(content)
-            if not buffer.awaited:
-                assert buffer.written is not None
-                compute.wait(buffer.written)
-                buffer.awaited = True
-            if buffer is not storage.bound:
-                storage.point(buffer)
-
-        return load
-
-    def _written(self, content: Content) -> VersionBuffer:
-        stage, buffer, storage = self._stage, self._versions.room(content), self._storage
-        if buffer.read is not None:
-            stage.predict.wait(buffer.read)
-        reads = stage.optimizer_state, storage.true.memory
-        with stage.predict.using(reads=reads, writes=(buffer.memory,)):
-            storage.write(content, buffer)
-        if not stage.immediate:
-            note_written(stage, buffer)
-        return buffer
-
-
-def note_written(stage: Stage, *buffers: VersionBuffer) -> None:
-    """Record that these were written on the prediction stream, which is not the CPU's."""
-    for buffer in buffers:
-        if buffer.written is None:
-            buffer.written = stage.predict.event()
-        stage.predict.record(buffer.written)
-        buffer.awaited = False
-    stage.predict.record(stage.loaded)
-
-
-def note_read(stage: Stage) -> None:
-    """Record that computation has read the weights that the module has now."""
-    stage.compute.record(stage.computed)
-    if stage.storage is not None:
-        buffer = stage.storage.bound
-        if buffer.read is None:
-            buffer.read = stage.compute.event()
-        stage.compute.record(buffer.read)
-
-
-# Updates.
-
-
 class Updates:
-    """Who updates: divides gradients, exchanges their norms, clips, and steps the optimizer."""
+    """The updates of one stage in one run, with the norms that they clip by."""
 
     def __init__(
         self, stage: Stage, cursor: Cursor, clipping: Clipping, norm: GlobalNorm | None
@@ -173,7 +104,8 @@ class Updates:
         assert weights is not None and weights.storage is not None
         if weights.own_writes is not None:
             weights.own_writes.check(stage.index)
-        following, forward = self._cursor.peek(), None
+        cursor, forward = self._cursor, None
+        following = cursor.peek() if cursor.limited else cursor.upcoming
         if following is not None and following.kind is Kind.FORWARD:
             forward = following.minibatch, following.microbatch
         moves = weights.moves, weights.rates_move

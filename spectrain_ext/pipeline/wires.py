@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from spectrain_ext.schedule import Kind, put_off
 from spectrain_ext.transport import Edge, Receiver
 
+from .compute import StageEdges
 from .course import AppliedMethod
-from .edges import Source, SourceSettings, StageEdges, Traffic
-from .processes import Ends, Processes
+from .processes import Ends, Processes, Traffic
+from .source import BatchSettings, BatchSource
 from .stage import Stage
 from .ties import Copy, TiedStages
 
@@ -27,7 +28,7 @@ class Wires:
         stages: Sequence[Stage],
         applied: AppliedMethod,
         processes: Processes,
-        batches: SourceSettings,
+        batches: BatchSettings,
         ties: Sequence[TiedStages] = (),  # of all stages
         copies: Sequence[Copy] = (),
         evaluates: bool = False,
@@ -45,37 +46,48 @@ class Wires:
 
             self.tie_ends = ends_of(ties, copies, self._by_index, self._edge_of_tie, evaluates)
         self.edges = {stage.index: self._edges_of(stage.index) for stage in stages}
-        self.source: Source | None = None
+        self.source: BatchSource | None = None
         if processes.takes_batches:
             replicas, last = self._replicas, self._replicas.stages - 1
             parts = range(applied.places[0].microbatches * replicas.counts[0])
-            self.source = Source(
+            self.source = BatchSource(
                 [self._to_shards(Traffic.INPUTS, replicas.runs(0, n)) for n in parts],
                 [self._to_shards(Traffic.TARGETS, replicas.runs(last, n)) for n in parts],
-                *(replicas, batches, evaluates, processes.own_minibatches and not evaluates),
+                replicas=replicas,
+                settings=batches,
+                whole=evaluates,
+                own_minibatches=processes.own_minibatches and not evaluates,
             )
 
     def _edges_of(self, k: int) -> StageEdges:
-        """Return a stage's edges; its l-th microbatch is the minibatch's replica + l * replicas."""
+        """Return a stage's edges, of which this replica has every ``count``-th microbatch."""
         replicas, count = self._replicas, self._replicas.counts[k]
         microbatches = [
             self._replica + j * count for j in range(self.applied.places[k].microbatches)
         ]
         here = replicas.runs(k, self._replica)
-        edges = StageEdges(self._replica, count)
+        to_previous, to_next, gradients, targets = [], [], [], []
         if k == 0:
-            edges.inputs = [self._edge(Traffic.INPUTS, None, here)] * len(microbatches)
+            inputs = [self._edge(Traffic.INPUTS, None, here)] * len(microbatches)
         else:
-            before = [replicas.runs(k - 1, n) for n in microbatches]
-            edges.inputs = [self._edge(Traffic.ACTIVATIONS, a, here) for a in before]
-            edges.to_previous = [self._edge(Traffic.GRADIENTS, here, b) for b in before]
+            previous = [replicas.runs(k - 1, n) for n in microbatches]
+            inputs = [self._edge(Traffic.ACTIVATIONS, a, here) for a in previous]
+            to_previous = [self._edge(Traffic.GRADIENTS, here, b) for b in previous]
         if k == replicas.stages - 1:
-            edges.targets = [self._edge(Traffic.TARGETS, None, here)] * len(microbatches)
+            targets = [self._edge(Traffic.TARGETS, None, here)] * len(microbatches)
         else:
-            after = [replicas.runs(k + 1, n) for n in microbatches]
-            edges.to_next = [self._edge(Traffic.ACTIVATIONS, here, b) for b in after]
-            edges.gradients = [self._edge(Traffic.GRADIENTS, a, here) for a in after]
-        return edges
+            following = [replicas.runs(k + 1, n) for n in microbatches]
+            to_next = [self._edge(Traffic.ACTIVATIONS, here, b) for b in following]
+            gradients = [self._edge(Traffic.GRADIENTS, a, here) for a in following]
+        return StageEdges(
+            replica=self._replica,
+            count=count,
+            inputs=inputs,
+            targets=targets,
+            gradients=gradients,
+            to_next=to_next,
+            to_previous=to_previous,
+        )
 
     def _to_shards(self, traffic: Traffic, b: int) -> list[Any]:
         """Return the edges of the caller's batches to all ranks that share a replica."""

@@ -19,7 +19,7 @@ class Kind(Enum):
         'backward of the input'
     """
 
-    # Source.pull: batch = next(batches), or end the run
+    # BatchSource.pull: batch = next(batches), or end the run
     #     for part in split(batch): send its input to stage 0, its target to the last stage
     PULL = "pull"
     # Loads._loading: content = versions.for_forward(i, j)

@@ -235,7 +235,7 @@ def recorded(devices, batches_on=None):
     record = Record(callers.values())
     with pytest.MonkeyPatch.context() as patch, checked_streams(cpu_stream):
         patch.setattr("spectrain_ext.transport.streams.CudaStream", RecordedStream)
-        patch.setattr("spectrain_ext.pipeline.batch.callers_stream", of_batches)
+        patch.setattr("spectrain_ext.pipeline.source.callers_stream", of_batches)
         patch.setattr("spectrain_ext.transport.local.callers_stream", of_batches)  # pinned copies
         patch.setattr(torch.cuda, "Stream", Lane)
         patch.setattr(torch.cuda, "Event", LaneEvent)

@@ -1,139 +1,59 @@
-"""Defines a stage's edges, its position in the schedule, and the source of its minibatches."""
+"""Takes the caller's batches, and sends their microbatches to the stages that need them."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any, Never
+from itertools import chain
+from math import inf
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from spectrain_ext.errors import placed
 from spectrain_ext.interrupts import waiting
-from spectrain_ext.schedule import Instruction, Kind, Replicas
-from spectrain_ext.transport import Buffer, Header, Receiver, Sender
-
-from .batch import (
-    Microbatch,
-    SplitDim,
-    joined_targets,
-    microbatches_in,
-    send_batch,
-    split,
+from spectrain_ext.schedule import Replicas
+from spectrain_ext.transport import (
+    Buffer,
+    Header,
+    Message,
+    Microbatches,
+    Sender,
+    Stream,
+    callers_stream,
 )
-from .tape import check_count
+from spectrain_ext.transport.message import NO_HEADER
 
+from .batch import Microbatch, SplitDim, is_pair, microbatches_in, split
 
-class Traffic(Enum):
-    ACTIVATIONS = "activations"  # to the next stage
-    GRADIENTS = "gradients"  # to the previous stage
-    INPUTS = "inputs"  # of the caller's batches, to stage 0
-    TARGETS = "targets"  # of the caller's batches, to the last stage
-    TIED_WEIGHTS = "tied weights"  # to a stage that has copies of them
-    TIED_GRADIENTS = "tied gradients"  # of tied weights, to the stage that owns them
-
-
-TIED = (Traffic.TIED_WEIGHTS, Traffic.TIED_GRADIENTS)
-
-
-@dataclass
-class StageEdges:
-    """The edges of one stage: for each kind, one per microbatch that this replica computes."""
-
-    replica: int = 0  # index of this replica, of ``count``
-    count: int = 1
-    inputs: Sequence[Receiver] = ()  # the previous stage's ``to_next``
-    targets: Sequence[Receiver] = ()  # on the last stage only
-    gradients: Sequence[Receiver] = ()  # the next stage's ``to_previous``
-    to_next: Sequence[Sender] = ()
-    to_previous: Sequence[Sender] = ()
-
-    def microbatches_of(self, header: Header) -> int:
-        return len(range(self.replica, header.parts, self.count))
-
-    def end(self) -> None:
-        for edge in dict.fromkeys(self.to_next):
-            edge.end()
-
-
-def missing(what: str) -> Never:
-    """Raise RuntimeError: the end of the run has come before a message."""
-    raise RuntimeError(f"{what} is missing")
-
-
-class Cursor:
-    """The position of one stage in its schedule, limited to the instructions that the run contains.
-
-    A stage learns of a minibatch, and of the end of the run, from the messages of its forwards.
-    """
-
-    def __init__(self, instructions: Iterator[Instruction], microbatches: int) -> None:
-        self._instructions = instructions  # of the schedule; endless
-        self._microbatches = microbatches  # of each minibatch in the schedule
-        self._limited = False  # whether the run may lack some of the schedule's instructions
-        self.upcoming = next(instructions, None)  # whether or not the run contains it
-        self.minibatches: int | None = None  # the length of the run, once it is known
-        self.added = 0
-        self.updated = 0  # minibatches that the stage has updated from
-        # By minibatch in flight: each microbatch's share of the samples, 0 before it has arrived.
-        self.shares: dict[int, list[float]] = {}
-        self.current: Instruction | None = None  # the one that is running
-        self.step = 0  # at which of its steps it goes on
-        self.finished = False  # whether the stage has nothing left to do
-
-    def add(self, microbatches: int) -> None:
-        """Add a minibatch; a small one has fewer microbatches than the schedule."""
-        self.shares[self.added] = [0.0] * microbatches
-        self.added += 1
-        if microbatches < self._microbatches:
-            self._limited = True
-
-    def stop(self) -> None:
-        """Note that no minibatches follow those added."""
-        self.minibatches, self._limited = self.added, True
-
-    def peek(self) -> Instruction | None:
-        """Return the instruction that comes next, as far as is known now."""
-        following = self.upcoming
-        while following is not None:
-            kind, i, j = following
-            if (self.minibatches is None or i < self.minibatches) and (
-                j == 0 or j < len(self.shares[i])
-            ):
-                break
-            # Updates come in the order of minibatches: nothing follows one that the run lacks.
-            following = None if kind is Kind.UPDATE else next(self._instructions, None)
-            self.upcoming = following
-        return following
-
-    def take(self) -> Instruction | None:
-        """Advance to the next instruction and return it; None: the stage has finished."""
-        self.current, self.step = self.peek() if self._limited else self.upcoming, 0
-        self.finished = self.current is None
-        if not self.finished:
-            self.upcoming = next(self._instructions, None)
-        return self.current
-
+_logger = logging.getLogger(__name__)
 
 _NONE = object()  # no batch is left
 
 
 @dataclass(frozen=True)
-class SourceSettings:
+class BatchSettings:
+    """What a pipeline knows of the form of its batches."""
+
     split_dim: SplitDim  # the dimension of the samples
     count: Callable[[Any], float | Tensor] | None  # of a target: what its loss is divided by
 
 
-class Source:
-    """Takes the caller's batches, splits them, and sends inputs and targets to their stages."""
+class BatchSource:
+    """Takes the caller's batches, splits them, and sends inputs and targets to their stages.
+
+    Attributes:
+        samples: how many this run has taken.
+    """
 
     def __init__(
         self,
         inputs: Sequence[Sequence[Sender]],  # of each microbatch: to all ranks that share a replica
         targets: Sequence[Sequence[Sender]],
         replicas: Replicas,
-        settings: SourceSettings,
+        settings: BatchSettings,
         whole: bool,
         own_minibatches: bool,
     ) -> None:
@@ -151,10 +71,13 @@ class Source:
         for n, edge in ((n, edge) for n, each in enumerate(targets) for edge in each):
             self._targets.setdefault(edge, []).append(n)
         self._left = False  # whether the caller has left the run
+        self._batches: Iterator[object] = iter(())
+        self._stop: Callable[[], None] | None = None  # tells stage 0 that no batch is left
+        self.samples = 0
 
     def begin(self, batches: Iterator[object], stop: Callable[[], None]) -> None:
         self._batches, self._stop, self._left = batches, stop, False
-        self.samples = 0  # of this run
+        self.samples = 0
 
     def leave(self) -> None:
         """Take no further batch in this run."""
@@ -167,6 +90,7 @@ class Source:
             with waiting():
                 batch = next(self._batches, _NONE)
         if batch is _NONE:
+            assert self._stop is not None
             self._stop()
             for edge in self._edges:
                 edge.end()
@@ -219,3 +143,55 @@ class Source:
         totals = [sum(sizes[c::count]) for c in range(count)]
         shares = ((size, totals[j % count]) for j, size in enumerate(sizes))
         return [size / total if total else 1.0 for size, total in shares]
+
+
+def joined_targets(messages: Sequence[Message]) -> Message:
+    """Return the targets of a minibatch's microbatches as one message of ``Microbatches``."""
+    tensors = tuple(chain.from_iterable(message.tensors for message in messages))
+    forms = (message.form for message in messages)
+    return Message(tensors, (False,) * len(tensors), ("microbatches", *forms))
+
+
+def send_batch(edge: Sender, message: Message, batch: Buffer, header: Header = NO_HEADER) -> None:
+    """Send the input or the target of the caller's batch to its stage."""
+    callers: dict[torch.device, Stream] = {}
+    for tensor in message.tensors:
+        if tensor is not None and tensor.device not in callers:
+            callers[tensor.device] = callers_stream(tensor.device)
+    if not callers:
+        batch = Buffer("no tensors")
+    written = []
+    for caller in callers.values():
+        if not caller.immediate:
+            caller.writes(batch)
+            written.append(caller.event())
+            caller.record(written[-1])
+    read = edge.send(message, batch, *written, header=header)
+    # Copies from CPU to GPU need no wait: when the call returns it has read pageable memory, and
+    # torch's allocator keeps pinned memory until it has been read.
+    for device, caller in callers.items():
+        if not caller.immediate and (device.type != "cpu" or edge.target.type == "cpu"):
+            caller.wait(read)
+
+
+def without_dropped_columns(columns: Any, several: bool, batch: Any, i: int) -> Any:
+    """Return a batch, or a tuple of batches, without the columns that are dropped."""
+    if several:
+        numbered = enumerate(batch, i * len(batch))
+        return tuple(without_dropped_columns(columns, False, one, n) for n, one in numbered)
+    if (cut := microbatches_in(batch, f"batches[{i}]")) is not None:
+        return Microbatches(without_dropped_columns(columns, False, one, i) for one in cut)
+    if isinstance(batch, Mapping):
+        kept = columns.kept(batch, f"batches[{i}]")
+        if i == 0 and (dropped := [name for name in batch if name not in kept]):
+            _logger.info("columns that the model does not take are dropped: %s", dropped)
+        return kept
+    if is_pair(batch) and isinstance(batch[0], Mapping):
+        return columns.kept(batch[0], f"batches[{i}][0]"), batch[1]
+    return batch
+
+
+def check_count(count: float, what: str) -> None:
+    """Refuse what no sum of losses can be divided by; 0 is allowed, the mean of nothing."""
+    if not 0 <= count < inf:
+        raise ValueError(f"{what} is {count}: expected a number of samples, or a sum of weights")
