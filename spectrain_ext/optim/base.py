@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
+from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -80,8 +81,8 @@ class PredictingOptimizer(torch.optim.Optimizer):
     def _prepare(self, momentum_dtype: torch.dtype | None) -> None:
         """Prepare for the parameter groups that torch's constructor will add."""
         self._momentum_dtype = momentum_dtype
-        self.stepper = Stepper(self, self._rule, momentum_dtype)
-        self._turn = self.stepper.turn
+        self._turn = RLock()
+        self.stepper = Stepper(self, self._rule, momentum_dtype, self._turn)
 
     profile_hook_step = staticmethod(hooked)
 

@@ -65,11 +65,15 @@ class Stepper(Ordered):
 
     # A weak reference to the optimizer: a cycle would keep its memory alive.
     def __init__(
-        self, optimizer: torch.optim.Optimizer, rule: Rule, state_dtype: torch.dtype | None
+        self,
+        optimizer: torch.optim.Optimizer,
+        rule: Rule,
+        state_dtype: torch.dtype | None,
+        turn: RLock,  # the optimizer's: threads that share it take turns
     ) -> None:
         self._optimizer: Callable[[], Any] = ref(optimizer)
         self.rule, self._state_dtype = rule, state_dtype
-        self.turn = self._turn = RLock()  # threads that share an optimizer take turns
+        self._turn = turn
         self._overridden = unwrap(type(optimizer).step).__module__ != _OWN_STEP
         self._ordered: tuple[float, Write | None] | None = None  # of a step by the optimizer
         self.hooks: Hooks | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,8 +18,6 @@ from spectrain_ext.transport.message import (
     refused,
     tensors_in,
 )
-
-_logger = logging.getLogger(__name__)
 
 #: The dimension of the samples: of all tensors of a batch, or of each part of it; None: not split.
 SplitDim = int | tuple[Any, ...] | list[Any] | Mapping[str, Any]

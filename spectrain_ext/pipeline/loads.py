@@ -14,7 +14,7 @@ from .stage import Stage
 
 
 class Loads:
-    """Who loads: the weights of a stage, for forwards and backwards of one run."""
+    """The loads of one stage in one run: they point its parameters at versions of the weights."""
 
     def __init__(self, stage: Stage, weights: StageWeights, storage: Storage) -> None:
         self._stage, self._versions, self._storage = stage, weights.versions, storage
@@ -30,7 +30,7 @@ class Loads:
         }
 
     def _loading(self, read_by: Callable[[int, int], Content]) -> Handler:
-        """Return the step after which the stage computes with the weights that one reads."""
+        """Return the handler that loads the weights which an instruction reads by ``read_by``."""
         storage, compute = self._storage, self._stage.compute
 
         def load(i: int, j: int) -> None:
@@ -60,7 +60,7 @@ class Loads:
 
 
 def note_written(stage: Stage, *buffers: VersionBuffer) -> None:
-    """Record that these were written on the prediction stream, which is not the CPU's."""
+    """Record writes of these buffers on the prediction stream, which is not the CPU's."""
     for buffer in buffers:
         if buffer.written is None:
             buffer.written = stage.predict.event()

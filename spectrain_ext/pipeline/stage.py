@@ -192,7 +192,7 @@ class Stage:
     @property
     def skips(self) -> bool:
         """Whether a pass leaves out the update of the minibatch that the stage is finishing."""
-        return bool(self.passes) and any([each.skips for each in self.passes])
+        return any([each.skips for each in self.passes])
 
     def note_skipped(self, by_all: bool) -> None:
         self.skipped += 1

@@ -31,6 +31,7 @@ class StageView(Protocol):
             ``optimizer`` theirs, ``newest()`` the true weights, which ``move(weights)`` changes
             right after an update, for a pass that sets ``moves_weights``. ``keep()`` keeps the
             weights that the module has now: it returns them by parameter, and what lets them go.
+            ``rate_factor`` is the method's factor on the learning rates of the next update.
         random: its random numbers.
         late: the updates by which its gradients are late under the present method.
         recomputes: whether backwards run its forward again.
