@@ -115,11 +115,11 @@ def memory(pipe: st.Pipeline, width: int) -> list[dict[str, int]]:
     ]
     others = [
         *(t for kept in state for t in kept),
-        *(gradient for stage in pipe._executor.stages for _, gradient in stage._aside),
+        *(gradient for stage in pipe._wires.stages for _, gradient in stage._aside),
         # those that an update has just read, while streams are checked
         *(
             gradient
-            for run in pipe._executor._now.stages
+            for run in pipe._training.stages
             if run._updates._gradients_read is not None
             for gradient in run._updates._gradients_read[1]
             if gradient is not None

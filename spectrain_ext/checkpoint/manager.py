@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spectrain_ext.files import interrupted, recover
-from spectrain_ext.pipeline.executor import keeping
-from spectrain_ext.pipeline.loops import warn_unless_begun
+from spectrain_ext.pipeline.loops import Segment, keeping, segments, warn_unless_begun
 from spectrain_ext.pipeline.losses import Keep, Result
 from spectrain_ext.pipeline.pipeline import Pipeline
-from spectrain_ext.pipeline.segments import Segment, segments
 
 from .loading import Loaded, load
 from .parts import Stateful, TrainableOnly, check_trainable_only
@@ -221,7 +219,7 @@ class CheckpointManager:
             self._rewind()
             return None
 
-        with keeping(self.pipe._executor):
+        with keeping(self.pipe._callers_loop):
             yield from segments(counted(), ends, run, follow, self.minibatches)
 
     def _rewind(self) -> None:

@@ -162,7 +162,7 @@ def parts_of(
     target.check_drained("a checkpoint")
     if bind:
         target.masters(bind)
-    stages, processes = target._executor.stages, target._executor.processes
+    stages, processes = target._wires.stages, target._processes
     counts, spans = processes.replicas.counts, len(stages) < processes.replicas.stages
     modules = {stage.index: stage.module for stage in stages}
 

@@ -122,7 +122,7 @@ class Training(Item):
         self._pipe = pipe
 
     def state(self) -> dict[str, Any]:
-        pipe, undone = self._pipe, self._pipe._executor.stages[0].undone
+        pipe, undone = self._pipe, self._pipe._wires.stages[0].undone
         numbers = {"minibatches": pipe.minibatches, "since": pipe._reached()[1], "undone": undone}
         return {"method": pipe.method.name, **numbers}
 
@@ -143,7 +143,7 @@ class Training(Item):
                 )
             since = min(pipe._since, pipe.minibatches)
         pipe._since = since
-        for stage in pipe._executor.stages:
+        for stage in pipe._wires.stages:
             stage.continue_after(state["undone"])
 
 

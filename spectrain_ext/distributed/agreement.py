@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from spectrain_ext.method import factor_of, rules_at
+from spectrain_ext.pipeline.applied_method import AppliedMethod, max_norm_at
 from spectrain_ext.pipeline.arguments import check_order
-from spectrain_ext.pipeline.course import AppliedMethod, max_norm_at
 from spectrain_ext.pipeline.evaluation import digest_of
 from spectrain_ext.pipeline.names import bare, full_names
 from spectrain_ext.pipeline.stage import Stage

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
     from spectrain_ext.method import MethodName, Window
-    from spectrain_ext.pipeline.course import AppliedMethod, ClipScope
+    from spectrain_ext.pipeline.applied_method import AppliedMethod, ClipScope
 
 _made: Counter[tuple[int, ...]] = Counter()
 
@@ -130,15 +130,12 @@ class DistributedPipeline(Pipeline):
         if not timeout > 0:
             raise ValueError(f"timeout: expected a positive number of seconds, got {timeout}")
         members = members_of(group)
-        self.rank, self.ranks = members.index(dist.get_rank()), len(members)
-        self.timeout = timeout
+        rank, ranks = members.index(dist.get_rank()), len(members)
         # All ranks make their pipelines in the same order, so a count identifies this one.
         prefix = f"spectrain_ext/{'-'.join(map(str, members))}/{_made[members]}"
         _made[members] += 1
         store = PrefixStore(prefix, _get_default_store())
-        self._board = board = Board(
-            store, self.rank, self.ranks, timeout, kept_elsewhere=members[0] != 0
-        )
+        board = Board(store, rank, ranks, timeout, kept_elsewhere=members[0] != 0)
         with board.run(starts=True):
             modules = [stage] if isinstance(stage, nn.Module) else list(stage)
             layout = layout_of(group, len(modules), replicas)
@@ -147,22 +144,23 @@ class DistributedPipeline(Pipeline):
                 if each.own_minibatches:
                     _check_apart(type(each).__name__, layout.replicas, clip_scope, count)
                     clip_scope = "stage"
-            self._processes = Ranks(
+            of_every_stage: list[Pass] = []
+            if layout.shards is not None:
+                from .shards import TensorParallel, prepare
+
+                prepare(modules, layout.shards)
+                of_every_stage = [TensorParallel(layout.shards)]
+            processes = Ranks(
                 members=members,
                 prefix=prefix,
                 board=board,
                 layout=layout,
                 passes=own_passes,
+                of_every_stage=of_every_stage,
                 clip_norm=clip_norm,
                 settings={"clip_scope": clip_scope, "split_dim": repr(split_dim)},
                 of_stage={"loss_fn": loss_fn, "master_dtype": master_dtype, "recompute": recompute},
             )
-            if layout.shards is not None:
-                from .shards import TensorParallel, prepare
-
-                prepare(modules, layout.shards)
-                self._processes.passes = [TensorParallel(layout.shards)]
-            self.replicas, self.replica = layout.replicas.counts, self._processes.replica
             devices = None if device is None else [device] * len(modules)
             super().__init__(
                 modules,
@@ -180,7 +178,11 @@ class DistributedPipeline(Pipeline):
                 split_dim=split_dim,
                 count=count,
                 passes=own_passes,
+                _processes=processes,
             )
+        self._board, self.timeout = board, timeout
+        self.rank, self.ranks = rank, ranks
+        self.replicas, self.replica = layout.replicas.counts, processes.replica
 
     def run(
         self,
@@ -260,12 +262,12 @@ class DistributedPipeline(Pipeline):
             RuntimeError: a run has not ended, or an earlier one failed.
             RankError: another rank has failed.
         """
-        with ExitStack() as held, self._executor.callers_turn():
+        with ExitStack() as held, self._wires.caller_ordered():
             what = "averaging the replicas"
             with self.together(what), self._board.busy(what):
                 found = [
                     (stage.weights, each.evaluated_weights()())
-                    for stage in self._executor.stages
+                    for stage in self._wires.stages
                     for each in stage.passes
                     if each.own_minibatches and stage.weights is not None
                 ]

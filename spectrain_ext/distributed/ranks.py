@@ -15,8 +15,8 @@ from torch import Tensor
 from spectrain_ext.cutting import cut_of
 from spectrain_ext.method import check_replicas
 from spectrain_ext.passes import ShareLoss
+from spectrain_ext.pipeline.applied_method import AppliedMethod
 from spectrain_ext.pipeline.arguments import check_trains
-from spectrain_ext.pipeline.course import AppliedMethod
 from spectrain_ext.pipeline.factories import check_hidden, hidden_use
 from spectrain_ext.pipeline.losses import Result, mean_of
 from spectrain_ext.pipeline.passes import Handler, Pass
@@ -59,14 +59,15 @@ class Ranks(Processes):
         prefix: str,  # of this pipeline, for names of groups
         board: Board,
         layout: Layout,
-        passes: Sequence[Pass],
+        passes: Sequence[Pass],  # the caller's
+        of_every_stage: Sequence[Pass],  # before those
         clip_norm: float | None,
         settings: Mapping[str, Any],  # others that all ranks must share
         of_stage: Mapping[str, object],  # those that the ranks of a stage must share
     ) -> None:
         replicas, where, shards = layout
         super().__init__(replicas, replicas.stages_on(board.rank))
-        self._given_passes = passes
+        self._given_passes, self.passes = passes, of_every_stage
         self.takes_batches = board.rank == 0  # rank 0 also decides the length of a run
         self.own_minibatches = any(each.own_minibatches for each in passes)
         self.replica = replicas.stage_and_replica(replicas.numbers_on(board.rank)[0])[1]

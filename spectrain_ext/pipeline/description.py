@@ -19,14 +19,13 @@ _SHOWN = 8  # lines for stages, of which one stands for those in the middle
 def described(pipe: Any) -> str:
     """Return what ``repr`` of a ``Pipeline`` shows; unlike other accesses it ends no run."""
     kind = type(pipe).__name__
-    if "_executor" not in vars(pipe):
+    if "_wires" not in vars(pipe):
         return f"{kind}(its constructor has not ended)"
-    executor, now = pipe._executor, pipe._applied
-    stages, running = executor.stages, executor.running
+    stages, now, running = pipe._wires.stages, pipe._applied, pipe._trains_now
     head = [pipe._describe_stages()]
     if "rank" in vars(pipe):
         head.append(f"rank {pipe.rank} of {pipe.ranks}")
-    head.append(f"minibatches: {pipe.minibatches + running * executor.begun}")
+    head.append(f"minibatches: {pipe.minibatches + (pipe._training.begun if running else 0)}")
     head += ["in a run"] * running
     like = next((weights.optimizer for weights in pipe._trained), None)
     method = textwrap.wrap(in_words(now.method, now.places, like), 100)

@@ -16,9 +16,9 @@ from spectrain_ext.method import find_method
 from spectrain_ext.schedule import Place, Replicas
 from spectrain_ext.weights.storage import whole
 
+from .applied_method import AppliedMethod
 from .batch import SplitDim, microbatches_in, samples_in, sides_of
-from .course import AppliedMethod
-from .executor import Executor
+from .processes import Processes
 from .source import BatchSettings
 from .wires import Wires
 
@@ -26,8 +26,8 @@ from .wires import Wires
 def evaluated(
     pipe: Any, batches: Iterable[object] | None, metrics: Mapping[str, Any] | None
 ) -> dict[str, float]:
-    """Do what ``Loops.evaluate`` of a pipeline says."""
-    replicas, split_dim = pipe._executor.processes.replicas, pipe._batches.split_dim
+    """Measure a pipeline; see ``Pipeline.evaluate``."""
+    replicas, split_dim = pipe._processes.replicas, pipe._batches.split_dim
     chosen = {"loss": pipe._loss_fn} if metrics is None else metrics
     measures = _Measures(chosen, replicas.total > len(pipe.devices), split_dim)
     own_batches = pipe._own_batches(batches)
@@ -42,7 +42,7 @@ def evaluated(
 
 def _one_replica_works(pipe: Any, stateful: bool) -> bool:
     """Whether the first replica of every stage evaluates alone."""
-    stages, replicas = pipe._executor.stages, pipe._executor.processes.replicas
+    stages, replicas = pipe._wires.stages, pipe._processes.replicas
     if not replicas.dealt:
         return False
 
@@ -60,9 +60,9 @@ def _one_replica_works(pipe: Any, stateful: bool) -> bool:
     return differ or (replicas.counts[-1] > 1 and any(one for one, _ in of_ranks))
 
 
-def evaluator_of(executor: Executor, batches: BatchSettings) -> Executor:
-    """Return an executor that runs forwards of a pipeline's stages, on edges of its own."""
-    replicas = executor.processes.replicas
+def wires_of(training: Wires, processes: Processes, batches: BatchSettings) -> Wires:
+    """Return edges for evaluations of the stages that these edges train."""
+    replicas = processes.replicas
     parts = [lcm(*replicas.counts) // count for count in replicas.counts]
     # The window limits how far a stage gets ahead of the last one; notices that a batch is finished
     # come back. A window of two more than the next stage's hides the way there and back. A replica
@@ -72,15 +72,16 @@ def evaluator_of(executor: Executor, batches: BatchSettings) -> Executor:
         for k, part in enumerate(parts)
     ]
     applied = AppliedMethod(find_method("vanilla"), places, [None] * len(places), False)
-    wires = Wires(
-        executor.stages,
-        applied,
-        executor.processes,
-        batches,
-        *executor.wires.tied,
+    ties, copies = training.tied
+    return Wires(
+        stages=training.stages,
+        applied=applied,
+        processes=processes,
+        batches=batches,
+        ties=ties,
+        copies=copies,
         evaluates=True,  # parts are whole batches of any size
     )
-    return Executor(executor.stages, wires, executor.processes)
 
 
 def minibatches(batches: Iterable[object], replicas: Replicas, alone: bool) -> Iterator[object]:

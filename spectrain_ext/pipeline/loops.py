@@ -1,149 +1,28 @@
-"""Declares ``fit`` and ``evaluate``, and warns about a run that is never started."""
+"""Follows the loop in which the caller takes results: how it is left, and what continues it."""
 
 from __future__ import annotations
 
-import itertools
+import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import TYPE_CHECKING, Any
-from weakref import finalize
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import replace
+from dis import get_instructions
+from itertools import count
+from types import FrameType
+from typing import TYPE_CHECKING, cast
+from weakref import finalize, ref
 
-import torch
-from torch import nn
-
-from spectrain_ext.cutting import cut_of
-from spectrain_ext.peers import Peers
-
-from .compute import Mode
-from .executor import Executor
-from .losses import Keep, Result
-from .run import Work
-from .source import BatchSettings, without_dropped_columns
+from spectrain_ext.errors import describe_error
 
 if TYPE_CHECKING:
-    from .observer import Observer
+    from .losses import Result
 
-
-class Loops(nn.Module):
-    """The base class of a pipeline: ``fit`` and ``evaluate``."""
-
-    _executor: Executor
-    _evaluator: Executor | None = None  # made by the first evaluation; its edges are kept
-    _batches: BatchSettings
-    devices: tuple[torch.device, ...]
-    run: Callable[..., Any]
-    check_drained: Callable[[str], None]
-
-    def _with_columns(self, batches: Iterator[object], several: bool) -> Iterator[object]:
-        """Drop the columns of batches that the first stage's model does not take."""
-        columns = cut_of(self._executor.stages[0].module).columns
-        if columns is None or not self._executor.processes.takes_batches:
-            return batches
-        return map(partial(without_dropped_columns, columns, several), batches, itertools.count())
-
-    # Overridden by a pipeline over several processes.
-
-    def _own_batches(self, batches: Iterable[object] | None) -> Iterable[object]:
-        return checked_batches(batches)
-
-    def together(self, what: str) -> AbstractContextManager[Peers]:
-        """Return a context for work that all processes of the pipeline do together."""
-        return nullcontext(Peers())
-
-    def _gather_from_ranks(self, make: Callable[[], Any], doing: str) -> list[Any]:
-        """Return what ``make`` returns in every process, by rank; values are JSON types."""
-        with self.together(doing) as peers:
-            with peers.attempt(doing) as found:
-                found.append(make())
-            return found
-
-    # Evaluation.
-
-    def evaluate(
-        self, batches: Iterable[object] | None, metrics: Mapping[str, Any] | None = None
-    ) -> dict[str, float]:
-        """Measure the model on every batch: true weights, modules in eval mode, no graph.
-
-        Several batches are in flight, and no further weight versions are made. Each batch is
-        computed whole, even with ``microbatches`` above 1, and may have any size.
-
-        Args:
-            batches: as for ``run``. With several processes, rank 0 provides them.
-            metrics: by name, functions ``(output, target)`` that return the mean over the batch's
-                samples (a 0-d tensor or a number) or a pair (sum, count); or objects with
-                ``update(output, target)`` and ``compute()``, as in torchmetrics, which are
-                ``reset()`` first if possible. They run on the last stage, without a graph. None:
-                the loss, as ``"loss"``.
-
-        Returns:
-            The value of each metric. Means are weighted by the samples of each batch (the size of
-            its target along ``split_dim``), pairs are the sum of sums divided by the sum of counts
-            (nan if that is 0); both are added in float64 without rounding. A list of microbatches
-            counts as several batches. A batch without samples is not measured. All processes get
-            the same floats as a single process would.
-
-        Raises:
-            RuntimeError: a run has not ended yet.
-            ValueError: there was no batch, or the value of a metric is not one number.
-            TypeError: a metric of another kind, or a batch of another form.
-            StageError: an exception inside a stage or a metric; its cause is the original.
-
-        Afterwards all modules have their previous modes, even after an exception. Random numbers,
-        of the stages and of torch's default generators, and running statistics are unchanged, so
-        that training continues with the same bits as without the evaluation.
-        """
-        from .evaluation import evaluated
-
-        self.check_drained("evaluate")
-        return evaluated(self, batches, metrics)
-
-    def _forward_all(
-        self, batches: Iterator[object], measure: Callable[..., Any], evaluates: bool = True
-    ) -> None:
-        if self._evaluator is None:
-            from .evaluation import evaluator_of
-
-            self._evaluator = evaluator_of(self._executor, self._batches)
-        work = Work(Mode.EVALUATE if evaluates else Mode.CALL, measure)
-        for _ in self._evaluator.run(self._with_columns(batches, several=True), work):
-            pass
-
-    def fit(
-        self,
-        batches: Iterable[object] | None,
-        epochs: int = 1,
-        callbacks: Iterable[Callable[[Result], object]] = (),
-        *,
-        trace: Observer | Sequence[Observer] | None = None,
-        keep: Keep | None = None,
-        progress: bool = False,
-    ) -> list[float]:
-        """Train for some epochs in one run; the pipeline drains only at the end.
-
-        Args:
-            batches: as for ``run``; a new iterator is made for every epoch. ``set_epoch`` of a
-                sampler, or of ``batches``, is called first.
-            epochs: at least 1.
-            callbacks: each is called with every ``Result``, in order, as soon as ``run`` yields it.
-            trace, keep: as for ``run``.
-            progress: where stderr is a terminal, shows loss, rate, norm and speed (docs/loops.md).
-                With several processes rank 0 shows it, with losses under ``ShareLoss``.
-
-        Returns:
-            The mean loss of every epoch over its minibatches, weighted by ``count`` where there is
-            one; each loss is the one that its forward computed. nan if there was none. All
-            processes get the same floats.
-
-        Raises:
-            ValueError: there was no batch, or none in a later epoch: a generator lasts for one.
-            TypeError: a callback that cannot be called.
-            And what ``run`` raises. An exception in a callback ends the run like leaving its loop.
-        """
-        from .fitting import fitted
-
-        return fitted(self, batches, epochs, callbacks, trace, keep, progress)
+_PACKAGE = f"{__name__.partition('.')[0]}."
+#: Python's instructions that take the iterator of a loop off the stack: at ``break`` or ``return``.
+#: While an exception leaves a loop, its frame is still at the instruction that raised.
+_LEAVING = frozenset(("POP_TOP", "POP_ITER", "END_FOR"))
+#: Instructions between the name of a method without arguments and its call.
+_CALLING = frozenset(("PRECALL", "CALL"))
 
 
 def checked_batches(batches: object) -> Iterable[object]:
@@ -165,3 +44,146 @@ def _warn_unless(begun: list[bool]) -> None:
             "it, or call fit()",
             stacklevel=3,
         )
+
+
+class CallersLoop:
+    """The caller's loop over the results of a pipeline: whether it was left, and why."""
+
+    def __init__(self) -> None:
+        self._iterator: Callable[[], object] = lambda: None  # weak: what ``run`` returned last
+        self._keeping: keeping | None = None  # of the iterator that the caller has
+        self._ignored: BaseException | None = None  # see ``keeping``
+
+    def hold(self, iterator: Iterator[Result]) -> None:
+        """Note, without keeping it, the iterator that the caller gets."""
+        self._iterator = ref(iterator)
+
+    def begin_keeping(self, by: keeping) -> bool:
+        """Return whether no other one keeps errors already."""
+        if self._keeping is not None:
+            return False
+        self._keeping = by
+        return True
+
+    def end_keeping(self, ignored: BaseException | None) -> None:
+        self._keeping = None
+        if ignored is not None:
+            self._ignored = ignored
+
+    def raise_ignored(self) -> None:
+        """Raise, once, the error that came after the caller had left its loop."""
+        error, self._ignored = self._ignored, None
+        if error is not None:
+            raise error
+
+    def note_left(self, end: GeneratorExit, handled: BaseException | None) -> str:
+        """Find how the caller has left the loop; return why, unless it has meant to."""
+        frame = _callers_frame()
+        instruction, called = ("", None) if frame is None else _at(frame)
+        # A generator that is dropped loses its weak references first.
+        closes = frame is None or (called == "close" and self._iterator() is not None)
+        if self._keeping is not None:
+            self._keeping.note_dropped(not closes)
+        error: BaseException | None = end
+        while isinstance(error, GeneratorExit):  # those of generators around this one, too
+            error = error.__context__
+        if error is not None and error is not handled:
+            return describe_error(error)
+        if closes or instruction in _LEAVING:
+            return ""
+        return "an exception has ended the loop, or its iterator was dropped"
+
+
+class keeping:
+    """Around all that the caller's iterator does: keeps an error that the program does not get.
+
+    After ``break``, or while an exception leaves the loop, Python prints what a generator raises
+    and goes on ("Exception ignored").
+    """
+
+    def __init__(self, loop: CallersLoop) -> None:
+        self._loop, self._is_outermost = loop, False
+        self._dropped = False  # the iterator, instead of closed by a call
+
+    def note_dropped(self, dropped: bool) -> None:
+        self._dropped = dropped
+
+    def __enter__(self) -> None:
+        self._is_outermost = self._loop.begin_keeping(self)
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if self._is_outermost:
+            ignored = None
+            if self._dropped and error is not None and not isinstance(error, GeneratorExit):
+                error.add_note("after the loop was left; the next use of the pipeline raises it")
+                ignored = error
+            self._loop.end_keeping(ignored)
+
+
+def _callers_frame() -> FrameType | None:
+    """Return the innermost frame outside of this package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(_PACKAGE):
+        frame = frame.f_back
+    return frame
+
+
+def _at(frame: FrameType) -> tuple[str, object]:
+    """Return the name of the instruction that a frame runs; and, if it calls, what is called."""
+    name, called = "", None
+    for each in get_instructions(frame.f_code):
+        if each.offset > frame.f_lasti:
+            break
+        name = each.opname
+        if name not in _CALLING:
+            called = each.argval
+    return name, called if name in _CALLING else None
+
+
+# One loop over the results of several runs.
+
+
+class Segment:
+    """The batches of one run. It takes no more of them than the run asks for."""
+
+    cut = False  # whether it ended because ``ends`` said so
+    exhausted = False  # whether no batch was left
+
+    def __init__(self, batches: Iterator[object], ends: Callable[[int], bool]) -> None:
+        self._batches, self._ends = batches, ends
+
+    def __iter__(self) -> Iterator[object]:
+        for taken in count():
+            self.cut = self._ends(taken)
+            if self.cut:
+                return
+            try:
+                batch = next(self._batches)
+            except StopIteration:
+                self.exhausted = True
+                return
+            yield batch
+
+
+def segments(
+    batches: Iterator[object],  # of all runs
+    ends: Callable[[int], bool],  # whether a run that has taken so many batches takes no other
+    run: Callable[[Iterable[object]], Iterator[Result]],  # trains, by ``Pipeline.run``
+    # Called after each run, and whether the caller has left the loop: returns the number of the
+    # next run's first result. None: there is no other run.
+    follow: Callable[[Segment, bool], int | None],
+    number: int = 0,  # of the first result
+) -> Iterator[Result]:
+    """Train in one run after another, and drain in between; yield the results of all of them."""
+    left, following = False, cast("int | None", number)
+    while following is not None:
+        segment = Segment(batches, ends)
+        results = run(segment)
+        try:
+            for result in results:
+                if not left:  # where another process feeds the runs, they go on to their end
+                    yield replace(result, index=following + result.index)
+        except GeneratorExit:
+            cast("Generator[Result, None, None]", results).close()  # drains
+            left = True
+        following = follow(segment, left)

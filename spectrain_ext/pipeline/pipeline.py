@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
+from itertools import count as numbers
 from operator import itemgetter, methodcaller
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,9 @@ from spectrain_ext.method import (
     Window,
     delay_under,
     find_method,
-    rules_at,
 )
 from spectrain_ext.optim.guards import refuse_call
+from spectrain_ext.peers import Peers
 from spectrain_ext.rng import StageRandom
 from spectrain_ext.schedule import Place, Replicas
 from spectrain_ext.threads import warn_of_threads
@@ -33,6 +33,7 @@ from spectrain_ext.transport import callers_stream
 from spectrain_ext.transport.message import each
 from spectrain_ext.weights import StageMemory, StageWeights
 
+from .applied_method import AppliedMethod, ClipScope, applied, check_optimizers
 from .arguments import (
     check_functions,
     check_loss_fn,
@@ -45,23 +46,21 @@ from .arguments import (
     checked_microbatches,
     checked_stages,
     devices_of,
-    evaluating_part,
 )
 from .batch import SplitDim, sides_of
 from .compute import Mode
-from .course import AppliedMethod, ClipScope, applied, check_optimizers
-from .executor import Executor, keeping
 from .factories import weights_of
-from .loops import Loops, checked_batches, warn_unless_begun
+from .loops import CallersLoop, checked_batches, warn_unless_begun
 from .losses import Keep, LossFn, Result
 from .module_state import ModuleModes, changing_modes
 from .names import use_model_names
 from .passes import Pass, checked_passes, hooks
 from .processes import Processes
-from .run import Work
-from .source import BatchSettings
+from .run import Run, Work
+from .source import BatchSettings, without_dropped_columns
 from .stage import Stage
 from .ties import copies_of
+from .training import trained
 from .wires import Wires
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ _logger = logging.getLogger(__name__)
 P = TypeVar("P", bound=Pass)
 
 
-class Pipeline(Loops):
+class Pipeline(nn.Module):
     """Trains a model that is cut into stages, in one process, with several minibatches in flight.
 
     ``print(pipe)`` shows it, ``print(*pipe.children())`` the modules; docs/pipeline.md says more.
@@ -117,9 +116,7 @@ class Pipeline(Loops):
         >>> pipe.release()  # until then, change parameters only in place
     """
 
-    _processes: Processes | None = None  # that the pipeline spans; None: only this one
     _loss_fn: LossFn
-    _warned = False  # that a stage is in evaluation mode
 
     def __init__(
         self,
@@ -138,16 +135,19 @@ class Pipeline(Loops):
         split_dim: SplitDim = 0,
         count: Callable[[Any], float | Tensor] | None = None,
         passes: Sequence[Pass] = (),
+        *,
+        _processes: Processes | None = None,  # that it spans; None: only this one
     ) -> None:
         super().__init__()
         check_mode(type(self).__name__, ())
         with deferred():
             # Check everything before moving anything.
-            known = self._processes
-            modules = checked_stages(stages, known is not None and known.sharded)
+            sharded = _processes is not None and _processes.sharded
+            modules = checked_stages(stages, sharded)
             chosen = find_method(method)
             n = len(modules)
-            processes = known or Processes(Replicas((1,) * n, 1), range(n))
+            processes = _processes or Processes(Replicas((1,) * n, 1), range(n))
+            self._processes = processes
             self._passes = [*processes.passes, *checked_passes(passes, chosen)]
             replicas = processes.replicas
             here = dict(zip(processes.indices, modules, strict=True))
@@ -169,6 +169,12 @@ class Pipeline(Loops):
             check_optimizers(self._methods, dict(zip(here, made, strict=True)))
             self._since = 0  # minibatches of training before the first of them
             self.minibatches, self.devices = 0, tuple(where)
+            # The last of each; evaluations have edges of their own.
+            self._training: Run | None = None
+            self._evaluation: Run | None = None
+            self._evaluation_wires: Wires | None = None
+            self._callers_loop = CallersLoop()
+            self._warned = False  # that a stage is in evaluation mode
             if len(here) == replicas.stages:
                 check_trains(weights is not None for weights in made)
             own = [
@@ -190,7 +196,7 @@ class Pipeline(Loops):
                     warn_of_threads()
                 self._batches = BatchSettings(split_dim, count)
                 ties = processes.connect(own, self._methods, self._copies, count is not None)
-                wires = Wires(
+                self._wires = Wires(
                     stages=own,
                     applied=self._methods[0],
                     processes=processes,
@@ -198,11 +204,10 @@ class Pipeline(Loops):
                     ties=ties,
                     copies=self._copies,
                 )
-                self._executor = Executor(own, wires, processes)
                 self._follow_method()
                 # Not by a plain assignment: a loss that is a module is no part of the model.
                 object.__setattr__(self, "_loss_fn", loss_fn)
-                self._executor.follow_caller()
+                self._wires.follow_caller()
             except BaseException:
                 self._unbind()
                 raise
@@ -211,7 +216,7 @@ class Pipeline(Loops):
             self.register_load_state_dict_post_hook(_follow_load)  # type: ignore[no-untyped-call]
             use_model_names(self, len(here) == replicas.stages, self._copies)
             for weights in self._trained:
-                weights.updater.order_by(self._executor.callers_turn)
+                weights.updater.order_by(self._wires.caller_ordered)
 
     def _use_passes(self, now: AppliedMethod, stages: Sequence[Stage]) -> None:
         for stage in stages:
@@ -294,96 +299,95 @@ class Pipeline(Loops):
 
             observers = observers_of(trace)
         begun: list[bool] = []
-        run = self._run(iter(checked_batches(batches)), observers, keep, begun)
-        self._executor.held = ref(run)
-        return warn_unless_begun(run, begun)
+        results = trained(self, iter(checked_batches(batches)), observers, keep, begun)
+        self._callers_loop.hold(results)
+        return warn_unless_begun(results, begun)
 
-    def _run(
+    def fit(
         self,
-        batches: Iterator[object],
-        observers: Sequence[Observer],
-        keep: Keep | None,
-        begun: list[bool],
-    ) -> Iterator[Result]:
-        begun.append(True)
-        self._refuse_in_run("run")
-        check_mode("run", self.devices)
-        self._warn_of_evaluation()
-        _logger.info("run begins: %s, %s", self.method.name, self._describe_stages())
-        try:
-            with keeping(self._executor), ExitStack() as watched:
-                if observers:
-                    from .observer import observing
+        batches: Iterable[object] | None,
+        epochs: int = 1,
+        callbacks: Iterable[Callable[[Result], object]] = (),
+        *,
+        trace: Observer | Sequence[Observer] | None = None,
+        keep: Keep | None = None,
+        progress: bool = False,
+    ) -> list[float]:
+        """Train for some epochs in one run; the pipeline drains only at the end.
 
-                    like = next(iter(self.optimizers), None)
-                    rules = [rules_at(self.method, place, like) for place in self._applied.places]
-                    watched.enter_context(observing(observers, rules, self.devices))
-                run = self._train if self.method.then is None else self._train_in_turn
-                yield from run(batches, observers, keep)
-        except GeneratorExit:
-            _logger.info("run ended, left by the caller: %s", self._describe_stages())
-            raise
-        except BaseException as error:
-            _logger.error("run failed: %s: %s", type(error).__name__, error)
-            raise
-        _logger.info("run ended: %s", self._describe_stages())
+        Args:
+            batches: as for ``run``; a new iterator is made for every epoch. ``set_epoch`` of a
+                sampler, or of ``batches``, is called first.
+            epochs: at least 1.
+            callbacks: each is called with every ``Result``, in order, as soon as ``run`` yields it.
+            trace, keep: as for ``run``.
+            progress: where stderr is a terminal, shows loss, rate, norm and speed (docs/loops.md).
+                With several processes rank 0 shows it, with losses under ``ShareLoss``.
 
-    def _warn_of_evaluation(self) -> None:
-        """Warn once: ``train()`` of the uncut model may not reach the stages of a cut."""
-        if self._warned:
-            return
-        for stage in self._executor.stages:
-            name = evaluating_part(stage.module)
-            if name is not None:
-                self._warned = True
-                part = f": {name!r}" if name else ""
-                warnings.warn(
-                    f"run: stages[{stage.index}]{part} is in evaluation mode: it trains without "
-                    "dropout and with fixed running statistics; call train() of the pipeline "
-                    "(that of the model that was cut may not reach its stages)",
-                    stacklevel=3,
-                )
-                return
+        Returns:
+            The mean loss of every epoch over its minibatches, weighted by ``count`` where there is
+            one; each loss is the one that its forward computed. nan if there was none. All
+            processes get the same floats.
 
-    def _train(
-        self, batches: Iterable[object], observers: Sequence[Observer], keep: Keep | None
-    ) -> Iterator[Result]:
-        """Train by one method."""
-        self._follow_method()
-        counted, done = self._batches.count is not None, self.minibatches - self._reached()[1]
-        work = Work(*(Mode.TRAIN, self._loss_fn, counted, self.minibatches, done, keep, observers))
-        # Held here: an interrupt between two results must not end it while the stack unwinds.
-        run = self._executor.run(self._with_columns(iter(batches), several=False), work)
-        try:
-            yield from run
-        finally:
-            self.minibatches += self._executor.begun
+        Raises:
+            ValueError: there was no batch, or none in a later epoch: a generator lasts for one.
+            TypeError: a callback that cannot be called.
+            And what ``run`` raises. An exception in a callback ends the run like leaving its loop.
+        """
+        from .fitting import fitted
 
-    # A training has one method at a time. It changes to the next one between two runs: those of the
-    # caller, or those into which a hybrid divides one.
+        return fitted(self, batches, epochs, callbacks, trace, keep, progress)
 
-    def _train_in_turn(
-        self, batches: Iterator[object], observers: Sequence[Observer], keep: Keep | None
-    ) -> Iterator[Result]:
-        """Train until the method changes, drain, and go on by the next one."""
-        from .segments import Segment, segments
+    def evaluate(
+        self, batches: Iterable[object] | None, metrics: Mapping[str, Any] | None = None
+    ) -> dict[str, float]:
+        """Measure the model on every batch: true weights, modules in eval mode, no graph.
 
-        before, then = self.minibatches, self.method.then
+        Several batches are in flight, and no further weight versions are made. Each batch is
+        computed whole, even with ``microbatches`` above 1, and may have any size.
 
-        def ends(taken: int) -> bool:
-            return then is not None and self.minibatches + taken >= then.after
+        Args:
+            batches: as for ``run``. With several processes, rank 0 provides them.
+            metrics: by name, functions ``(output, target)`` that return the mean over the batch's
+                samples (a 0-d tensor or a number) or a pair (sum, count); or objects with
+                ``update(output, target)`` and ``compute()``, as in torchmetrics, which are
+                ``reset()`` first if possible. They run on the last stage, without a graph. None:
+                the loss, as ``"loss"``.
 
-        def follow(segment: Segment, left: bool) -> int | None:
-            nonlocal then
-            # Whether there are more batches is known to the first process, which takes them.
-            more, doing = (lambda: segment.cut and not left), "changing the method"
-            if then is None or not self._gather_from_ranks(more, doing)[0]:
-                return None
-            then = self.method.then
-            _logger.info("minibatch %d: method is now %s", self.minibatches, self.method.name)
-            return self.minibatches - before
+        Returns:
+            The value of each metric. Means are weighted by the samples of each batch (the size of
+            its target along ``split_dim``), pairs are the sum of sums divided by the sum of counts
+            (nan if that is 0); both are added in float64 without rounding. A list of microbatches
+            counts as several batches. A batch without samples is not measured. All processes get
+            the same floats as a single process would.
 
-        return segments(batches, ends, lambda each: self._train(each, observers, keep), follow)
+        Raises:
+            RuntimeError: a run has not ended yet.
+            ValueError: there was no batch, or the value of a metric is not one number.
+            TypeError: a metric of another kind, or a batch of another form.
+            StageError: an exception inside a stage or a metric; its cause is the original.
+
+        Afterwards all modules have their previous modes, even after an exception. Random numbers,
+        of the stages and of torch's default generators, and running statistics are unchanged, so
+        that training continues with the same bits as without the evaluation.
+        """
+        from .evaluation import evaluated
+
+        self.check_drained("evaluate")
+        return evaluated(self, batches, metrics)
+
+    def _forward_all(
+        self, batches: Iterator[object], measure: Callable[..., Any], evaluates: bool = True
+    ) -> None:
+        from .evaluation import wires_of
+
+        if self._evaluation_wires is None:
+            self._evaluation_wires = wires_of(self._wires, self._processes, self._batches)
+        work = Work(Mode.EVALUATE if evaluates else Mode.CALL, measure)
+        run = Run(self._evaluation_wires, self._processes, work, CallersLoop())
+        self._evaluation = run
+        for _ in run.iterate(self._with_columns(batches, several=True)):
+            pass
 
     def change(self, method: MethodName | str | Method, *, window: Window = None) -> None:
         """Train by another method from the next run on; with several processes, all call this.
@@ -412,7 +416,7 @@ class Pipeline(Loops):
             ('spectrain', [3, 1])
         """
         self._refuse_in_run("change", changed=True)
-        stages, replicas = self._executor.stages, self._executor.processes.replicas
+        stages, replicas = self._wires.stages, self._processes.replicas
 
         def made() -> list[AppliedMethod]:
             chosen = find_method(method)
@@ -444,15 +448,15 @@ class Pipeline(Loops):
         """Let weights and edges follow the method that training has reached."""
         with deferred():
             try:
-                for stage in self._executor.stages:
+                for stage in self._wires.stages:
                     stage.check_flags()
             except RuntimeError:
-                with self._executor.processes.during(self._executor.wires):  # tells the others
+                with self._processes.during(self._wires):  # tells the others
                     raise
             now = self._applied
-            self._use_passes(now, self._executor.stages)
-            self._executor.wires.follow(now)
-            for stage in self._executor.stages:
+            self._use_passes(now, self._wires.stages)
+            self._wires.follow(now)
+            for stage in self._wires.stages:
                 weights = stage.weights
                 if weights is None:
                     continue
@@ -492,7 +496,7 @@ class Pipeline(Loops):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset all gradients, as any module does; RuntimeError in a run, which does it itself."""
         self._mend()
-        if self._executor.running:
+        if self._trains_now:
             refuse_call("zero_grad")
         super().zero_grad(set_to_none)
 
@@ -503,11 +507,11 @@ class Pipeline(Loops):
             RuntimeError: a run has not ended yet.
         """
         self._refuse_in_run("calling the pipeline", changed=True)
-        columns = cut_of(self._executor.stages[0].module).columns
+        columns = cut_of(self._wires.stages[0].module).columns
         if columns is not None and isinstance(value, Mapping):
             value = columns.kept(value, "batch")
-        with self._executor.callers_turn():
-            for stage in self._executor.stages:
+        with self._wires.caller_ordered():
+            for stage in self._wires.stages:
                 for cross in hooks(stage.passes, "crosses"):
                     value = cross(value)
                 value = stage.module(each(value, methodcaller("to", stage.device)))
@@ -537,24 +541,47 @@ class Pipeline(Loops):
             ...         average.update_parameters(model)
         """
         self._mend(changed=True)
-        self._executor.raise_ignored()
-        if self._executor.look is not None or not self._executor.running:
+        self._callers_loop.raise_ignored()
+        run = self._training
+        if run is None or not run.running or run.is_looked_at:
             return nullcontext()
         from .true_weights import TrueWeights
 
-        return TrueWeights(self._executor, self._copies)
+        return TrueWeights(run, self._copies)
 
     def _mend(self, changed: bool = False) -> None:
         """Finish the end of a run that an exception cut short."""
-        executors = [each for each in (self._executor, self._evaluator) if each is not None]
-        for executor in executors:
-            executor.finish_interrupted()
-        if not any(executor.running for executor in executors):
-            self._executor.let_caller_follow()
+        runs = [run for run in (self._training, self._evaluation) if run is not None]
+        for run in runs:
+            run.finish_interrupted()
+        if not any(run.running for run in runs):
+            self._wires.let_caller_follow()
             # Nothing reports changes made through ``.data``, and comparing takes as long as
             # copying.
             for copy in self._copies:
                 copy.follow(changed)
+
+    def _with_columns(self, batches: Iterator[object], several: bool) -> Iterator[object]:
+        """Drop the columns of batches that the first stage's model does not take."""
+        columns = cut_of(self._wires.stages[0].module).columns
+        if columns is None or not self._processes.takes_batches:
+            return batches
+        return map(partial(without_dropped_columns, columns, several), batches, numbers())
+
+    # Overridden by a pipeline over several processes.
+
+    def _own_batches(self, batches: Iterable[object] | None) -> Iterable[object]:
+        return checked_batches(batches)
+
+    def together(self, what: str) -> AbstractContextManager[Peers]:
+        """Return a context for work that all processes of the pipeline do together."""
+        return nullcontext(Peers())
+
+    def _gather_from_ranks(self, make: Callable[[], Any], doing: str) -> list[Any]:
+        """Return what ``make`` returns in every process, by rank; values are JSON types."""
+        with self.together(doing) as peers, peers.attempt(doing) as found:
+            found.append(make())
+        return found
 
     # Every access to the stages' parameters through this module starts with one of these.
 
@@ -575,16 +602,20 @@ class Pipeline(Loops):
 
     def _refuse_in_run(self, what: str, changed: bool = False) -> None:
         self._mend(changed)
-        self._executor.raise_ignored()
-        if self._evaluator is not None and self._evaluator.running:
+        self._callers_loop.raise_ignored()
+        if self._evaluation is not None and self._evaluation.running:
             raise RuntimeError(f"{what}: an evaluation of this pipeline has not ended")
-        if self._executor.running:
+        if self._trains_now:
             raise RuntimeError(
                 f"{what}: a run of this pipeline has not ended, and the modules may hold predicted "
                 "weights; exhaust the iterator that run() returned, or close() it"
             )
 
     # What it holds.
+
+    @property
+    def _trains_now(self) -> bool:
+        return self._training is not None and self._training.running
 
     @property
     def _trained(self) -> list[StageWeights]:
@@ -604,12 +635,12 @@ class Pipeline(Loops):
     @property
     def random(self) -> tuple[StageRandom, ...]:
         """The random number generators, in the order of stages."""
-        return tuple(stage.random for stage in self._executor.stages)
+        return tuple(stage.random for stage in self._wires.stages)
 
     @property
     def skipped(self) -> tuple[int, ...]:
         """How many updates each stage here has skipped, in all runs: see ``passes.CheckFinite``."""
-        return tuple(stage.skipped for stage in self._executor.stages)
+        return tuple(stage.skipped for stage in self._wires.stages)
 
     def collect(self, kind: type[P], measured: Callable[[P], Any]) -> list[list[Any]]:
         """Return what the stages' copies of a pass have measured; every rank calls this.
@@ -634,7 +665,7 @@ class Pipeline(Loops):
             >>> pipe.release()
         """
         self.check_drained("collect")
-        stages, replica = self._executor.stages, self._executor.processes.replica
+        stages, replica = self._wires.stages, self._processes.replica
 
         def here() -> list[Any]:
             copies = [(s.index, each) for s in stages for each in s.passes if type(each) is kind]
@@ -673,7 +704,7 @@ class Pipeline(Loops):
     @property
     def places(self) -> tuple[Place, ...]:
         """A ``Place`` per stage of this process, with its window under the present method."""
-        return tuple(self._applied.places[stage.index] for stage in self._executor.stages)
+        return tuple(self._applied.places[stage.index] for stage in self._wires.stages)
 
     def masters(self, bind: bool = False) -> dict[Tensor, Tensor]:
         """Return the master weights that ``master_dtype`` made wider, by parameter.
@@ -688,7 +719,7 @@ class Pipeline(Loops):
                 weights.bind()
             masters.update(weights.masters())
         if bind:
-            self._executor.follow_caller()
+            self._wires.follow_caller()
         return masters
 
     def check_drained(self, what: str) -> None:
@@ -703,7 +734,7 @@ class Pipeline(Loops):
     def predicted_memory(self) -> list[StageMemory]:
         """Return what each stage holds at most in a long run, computed from schedule and method."""
         memory = []
-        for stage in self._executor.stages:
+        for stage in self._wires.stages:
             each = [m.memory(stage.index, stage.weights) for m in self._methods]
             memory.append(StageMemory(*map(max, zip(*each, strict=True))))
         return memory
@@ -716,7 +747,7 @@ class Pipeline(Loops):
         """
         return [
             StageMemory(0, 0, stage.peak) if weights is None else weights.measured(stage.peak)
-            for stage, weights in zip(self._executor.stages, self._weights, strict=True)
+            for stage, weights in zip(self._wires.stages, self._weights, strict=True)
         ]
 
     def release(self) -> None:
@@ -731,11 +762,10 @@ class Pipeline(Loops):
         with deferred():
             self._refuse_in_run("release")
             self._unbind()
-            for executor in (self._executor, self._evaluator):
-                if executor is not None:
-                    for edge in executor.wires.local_edges:
-                        edge.free_storage()
-            self._executor.follow_caller()
+            for wires in (self._wires, self._evaluation_wires):
+                if wires is not None:
+                    wires.free_storage()
+            self._wires.follow_caller()
 
     def _fqn_modifiers(self) -> dict[str, str]:
         # torch's get_state_dict calls this before it looks for modules along the names
@@ -762,7 +792,7 @@ class Pipeline(Loops):
 
 def _clone_in_run(pipe: Pipeline, state: dict[str, Any], prefix: str, _: object) -> None:
     """Replace what later updates in the run would change by copies."""
-    if pipe._executor.running:
+    if pipe._trains_now:
         for key, value in state.items():
             if key.startswith(prefix) and isinstance(value, Tensor):
                 state[key] = value.detach().clone(memory_format=torch.preserve_format)
@@ -775,7 +805,7 @@ def _refuse_load_in_run(pipe: Pipeline, *_: object) -> None:
 def _follow_load(pipe: Pipeline, *_: object) -> None:
     for copy in pipe._copies:
         copy.follow(changed=True)
-    for stage in pipe._executor.stages:
+    for stage in pipe._wires.stages:
         for one in stage.passes:
             one.weights_loaded()
-    pipe._executor.follow_caller()
+    pipe._wires.follow_caller()

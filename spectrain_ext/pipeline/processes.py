@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spectrain_ext.schedule import Generator, Instruction, Kind, Place, Replicas
 
-from .course import AppliedMethod
+from .applied_method import AppliedMethod
 from .factories import check_hidden, hidden_use
 from .losses import Result
 from .norms import GlobalNorm

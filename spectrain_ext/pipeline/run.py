@@ -1,21 +1,25 @@
-"""One run of the stages of a process: what each does in which order, and the loop."""
+"""Runs the stages of a process once: begins, lets them advance by turns, and ends."""
 
 from __future__ import annotations
 
+import atexit
+import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
 from functools import partial
+from inspect import GEN_RUNNING, GEN_SUSPENDED, getgeneratorstate
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakSet, ref
 
 from torch.autograd import profiler
 
-from spectrain_ext.errors import RankError, StageError
-from spectrain_ext.interrupts import STATE, boundary
-from spectrain_ext.schedule import Instruction, Kind, find_generator, flushes, steps
-from spectrain_ext.schedule.lowering import ORDER
+from spectrain_ext.errors import make_all, noted_on
+from spectrain_ext.interrupts import callers, deferred
+from spectrain_ext.schedule import Instruction, Kind, find_generator, flushes
 
 from .compute import Mode
 from .cursor import Cursor
+from .loops import CallersLoop
 from .losses import Keep, Losses, Result, measuring
 from .norms import GlobalNorm
 from .passes import Handler, chained, hooks
@@ -26,6 +30,8 @@ from .wires import Wires
 
 if TYPE_CHECKING:
     from .observer import Observer
+
+_made: WeakSet[Run] = WeakSet()  # of all pipelines
 
 
 class Work(NamedTuple):
@@ -40,14 +46,6 @@ class Work(NamedTuple):
     observers: Sequence[Observer] = ()
 
 
-class _Step(NamedTuple):
-    """One step of an instruction, and the handler that runs it."""
-
-    kind: Kind
-    input: Sized | None  # empty until it has arrived; None: it has none, or blocks
-    run: Handler
-
-
 class _Level(Sized):
     """An input of updates, empty while the stage is an update ahead of another one here."""
 
@@ -58,49 +56,36 @@ class _Level(Sized):
         return self._cursor.updated <= self._run.updated
 
 
-class _Program:
-    """The steps of each compute instruction of a stage."""
-
-    def __init__(self, run: Run, stage: StageRun) -> None:
-        self.stage, self.cursor = stage.stage, stage.cursor
-        handlers = run.handlers(stage)
-        if run.work.observers or profiler._is_profiler_enabled:
-            from .observer import with_observers
-
-            handlers = with_observers(run.work.observers, stage, handlers)
-        announce = run.processes.announce(run, stage.stage)
-        if announce is not None:
-            handlers = {kind: chained(partial(announce, kind), handlers[kind]) for kind in handlers}
-        # Compute instructions that run in the same turn as the one before them: an update, and in
-        # an evaluation the notice that a batch is finished.
-        self.takes: tuple[Kind, ...] = (Kind.UPDATE,)
-        if not stage.trains:
-            self.takes = Kind.UPDATE, Kind.BACKWARD
-        blocks = run.processes.receives_block
-        # By kind, for each microbatch.
-        self.steps: dict[Kind, list[list[_Step]]] = {kind: [] for kind in ORDER}
-        level = _Level(run, stage.cursor)
-        for j, inputs in enumerate(run.inputs(stage)):
-            if run.trains:
-                inputs[Kind.UPDATE] = level
-            for kind, of_microbatches in self.steps.items():
-                kinds = steps(kind, handlers, blocks, first=j == 0)
-                of_microbatches.append([_Step(k, inputs.get(k), handlers[k]) for k in kinds])
-
-
 class Run:
-    """One run: the stages' positions and programs, and the results. It ends with the run."""
+    """One training or evaluation of the stages of this process.
 
-    losses: Losses | None = None  # on the last stage, in a training
+    Attributes:
+        wires: the stages and their edges.
+        processes: what the run asks of other processes.
+        work: what it does.
+        stages: the stages in this run; empty before it begins, and once it has ended.
+        losses: computes losses, on the last stage in a training.
+        updated: minibatches that all stages of this process have updated from.
+        results: computed losses, for the caller.
+    """
 
-    def __init__(self, wires: Wires, processes: Processes, work: Work) -> None:
+    def __init__(
+        self, wires: Wires, processes: Processes, work: Work, callers_loop: CallersLoop
+    ) -> None:
         self.wires, self.processes, self.work = wires, processes, work
+        self._callers_loop = callers_loop
+        self._generator: ref[Generator[Result, None, None]] | None = None
+        self._open = False  # whether it has begun, and not ended
+        self._begun = 0  # minibatches, once it has ended
+        self._end_look: Callable[[], None] | None = None  # see ``Pipeline.weights``
+        self.losses: Losses | None = None
         self.stages: list[StageRun] = []
-        self.updated = 0  # minibatches that all stages of this process have updated from
-        self.results: deque[Result] = deque()  # computed
+        self.updated = 0
+        self.results: deque[Result] = deque()
         self._waiting: deque[Result] = deque()  # for updates
         self._norm: GlobalNorm | None = None
         self._order: Iterator[tuple[int, Instruction]] | None = None
+        _made.add(self)
 
     @property
     def trains(self) -> bool:
@@ -109,9 +94,61 @@ class Run:
     @property
     def begun(self) -> int:
         """How many minibatches have begun."""
-        return self.stages[0].cursor.added if self.stages else 0
+        return self.stages[0].cursor.added if self.stages else self._begun
 
-    def begin(self, stages: Sequence[Stage], batches: Iterator[object]) -> None:
+    @property
+    def running(self) -> bool:
+        # Ask the generator: an exception could leave an attribute wrong.
+        generator = None if self._generator is None else self._generator()
+        states = GEN_RUNNING, GEN_SUSPENDED
+        return generator is not None and getgeneratorstate(generator) in states
+
+    def iterate(self, batches: Iterator[object]) -> Generator[Result, None, None]:
+        """Run on every batch; yield results in order, each after this process's last update."""
+        results = self._results(batches)
+        self._generator = ref(results)
+        return results
+
+    def _results(self, batches: Iterator[object]) -> Generator[Result, None, None]:
+        handled = sys.exception()  # by the caller
+        with deferred(), self.processes.during(self.wires):
+            self._check()
+            if self.wires.captured():
+                raise RuntimeError("run: a pipeline's run cannot become part of a CUDA graph")
+            self._open = True
+            try:
+                self.wires.follow_caller()
+                self._begin(self.wires.stages, batches)
+                try:
+                    for result in self._loop():
+                        self.processes.yields(result)
+                        for stage in self.wires.stages:
+                            stage.lend()
+                        with callers():
+                            yield result
+                        self._take_back()
+                except GeneratorExit as end:
+                    why = self._callers_loop.note_left(end, handled)
+                    self.processes.leaves(result.index + 1, why)
+                    self._leave()
+                    self._take_back()
+                    for _ in self._loop():
+                        pass
+                self._check()
+                self._end()
+            except BaseException as error:
+                with noted_on(error):
+                    self._fail()
+                raise
+
+    def _check(self) -> None:
+        """Raise an error if a parameter has been moved or replaced since the stages were made."""
+        for stage in self.wires.stages:
+            stage.check()
+
+    # Its beginning.
+
+    def _begin(self, stages: Sequence[Stage], batches: Iterator[object]) -> None:
         work, wires, processes = self.work, self.wires, self.processes
         applied, tells = wires.applied, bool(hooks(stages[0].passes, "tells"))
         schedule = find_generator(applied.method.schedule)
@@ -121,7 +158,16 @@ class Run:
             place = applied.places[stage.index]
             cursor = Cursor(schedule(place), place.microbatches)
             edges = wires.edges[stage.index]
-            run = StageRun(stage, cursor, edges, work.mode, applied, *work[3:5], self._norm)
+            run = StageRun(
+                stage=stage,
+                cursor=cursor,
+                edges=edges,
+                mode=work.mode,
+                applied=applied,
+                minibatches=work.minibatches,
+                done=work.done,
+                norm=self._norm,
+            )
             self.stages.append(run)  # first, so that a failed begin is put back as well
             run.begin()
         last = self.stages[-1]
@@ -143,9 +189,30 @@ class Run:
             wires.source.begin(batches, self.stages[0].compute.pass_on_end)
         for end in wires.tie_ends if self.trains else ():
             end.begin(applied.method, applied.places)
+        for stage_run in self.stages:
+            self._write_program(stage_run)
 
-    def handlers(self, stage: StageRun) -> dict[Kind, Handler]:
-        """Return what a stage does: its instructions consist of these steps."""
+    def _write_program(self, stage: StageRun) -> None:
+        handlers = self._handlers(stage)
+        if self.work.observers or profiler._is_profiler_enabled:
+            from .observer import with_observers
+
+            handlers = with_observers(self.work.observers, stage, handlers)
+        announce = self.processes.announce(self, stage.stage)
+        if announce is not None:
+            handlers = {kind: chained(partial(announce, kind), handlers[kind]) for kind in handlers}
+        # An update runs at once after the instruction before it; so does, in an evaluation, the
+        # notice that a batch is finished.
+        joined = (Kind.UPDATE,) if self.trains else (Kind.UPDATE, Kind.BACKWARD)
+        stage.write_program(
+            handlers=handlers,
+            inputs=self._inputs(stage),
+            joined=joined if self._order is None else (),
+            blocks=self.processes.receives_block,
+        )
+
+    def _handlers(self, stage: StageRun) -> dict[Kind, Handler]:
+        """Return the handlers of a stage's steps."""
         steps: dict[Kind, Handler] = {}
         source = self.wires.source
         if source is not None and stage is self.stages[0]:
@@ -158,9 +225,12 @@ class Run:
         of_ties = [end.handlers() for end in ties]
         return stage.handlers(steps, *of_ties, self.processes.handlers(self, stage))
 
-    def inputs(self, stage: StageRun) -> Iterator[dict[Kind, Sized]]:
-        """Yield what its steps wait for, for each microbatch: empty until it has arrived."""
+    def _inputs(self, stage: StageRun) -> Iterator[dict[Kind, Sized]]:
+        """Yield, for each microbatch, the inputs of its steps: empty until they have arrived."""
+        level = _Level(self, stage.cursor)
         for inputs in self.wires.inputs(stage.stage.index):
+            if self.trains:
+                inputs[Kind.UPDATE] = level
             if self._norm is not None:
                 inputs[Kind.CLIP] = inputs[Kind.AGREE] = self._norm
             yield inputs
@@ -176,29 +246,24 @@ class Run:
     # Each of these consists of steps, see ``schedule/lowering.py``; F3 on stage 1, for example:
     # receive activation, load forward weights, forward, send activation.
 
-    def loop(self) -> Iterator[Result]:
-        """Run all stages in turn until all have finished; yield the results."""
-        # Made here: if kept, these methods would form a cycle that holds all buffers until the
-        # next garbage collection.
-        programs = [_Program(self, stage) for stage in self.stages]
+    def _loop(self) -> Iterator[Result]:
+        """Advance all stages by turns until all have finished; yield the results."""
+        stages, results = self.stages, self.results
         if self._order is not None:
-            for program in programs:
-                program.takes = ()
-            for _ in self._in_order(self._order, programs):
+            for _ in self._in_order(self._order):
                 yield from self._finished()
-            programs = []
-        results = self.results
-        while programs:
+            stages = []
+        while stages:
             progress = finished = False
-            for program in programs:
-                progress |= _turn(program)
-                finished |= program.cursor.finished
-                if results or program.cursor.updated > self.updated:
+            for stage in stages:
+                progress |= stage.advance()
+                finished |= stage.cursor.finished
+                if results or stage.cursor.updated > self.updated:
                     yield from self._finished()
             if finished:
-                programs = [each for each in programs if not each.cursor.finished]
-            if programs and not progress:
-                raise _stuck(programs)
+                stages = [stage for stage in stages if not stage.cursor.finished]
+            if stages and not progress:
+                raise _stuck(stages)
         self.processes.close(self)
 
     def _finished(self) -> Iterator[Result]:
@@ -217,70 +282,99 @@ class Run:
         while waiting and waiting[0].index < self.updated:
             yield waiting.popleft()
 
-    def _in_order(
-        self, order: Iterator[tuple[int, Instruction]], programs: Sequence[_Program]
-    ) -> Iterator[None]:
+    def _in_order(self, order: Iterator[tuple[int, Instruction]]) -> Iterator[None]:
         """Run instructions in a given order, which may be longer than the run; yield after each."""
-        of = {program.stage.index: program for program in programs}
+        by_index = {stage.stage.index: stage for stage in self.stages}
         # Their updates wait for a later instruction: for the gradient norm of another stage.
-        late: list[_Program] = []
-        while any(p.cursor.current or p.cursor.peek() for p in programs):
+        late: list[StageRun] = []
+        while any(stage.cursor.current or stage.cursor.peek() for stage in self.stages):
             k, instruction = next(order)
-            cursor = of[k].cursor
+            cursor = by_index[k].cursor
             if cursor.current is not None:
-                raise _stuck([of[k]])
+                raise _stuck([by_index[k]])
             if cursor.peek() == instruction:  # otherwise the run does not contain it
                 cursor.take()
-                late.append(of[k])
-            for program in late:
-                _turn(program)
-            late = [program for program in late if program.cursor.current is not None]
+                late.append(by_index[k])
+            for stage in late:
+                stage.advance()
+            late = [stage for stage in late if stage.cursor.current is not None]
             yield
 
-    def leave(self) -> None:
+    def _leave(self) -> None:
         """Begin no further minibatch, since the caller has left the run."""
         if self.wires.source is not None:
             self.wires.source.leave()
 
+    # The caller's turn, between two results.
 
-def _turn(program: _Program) -> bool:
-    """Run a stage's instruction, and those of the same turn, until one has to wait."""
-    cursor, progress = program.cursor, False
-    while cursor.current is not None or cursor.take() is not None:
-        assert cursor.current is not None
-        computes, i, j = cursor.current
-        steps = program.steps[computes][j]
-        for step in range(cursor.step, len(steps)):
-            kind, waits_for, run = steps[step]
-            if waits_for is not None and not waits_for:
-                cursor.step = step
-                return progress
-            if STATE.pending is not None:
-                boundary()
-            try:
-                run(i, j)
-            except RankError:
-                raise
-            except Exception as error:
-                if kind is Kind.PULL:  # the caller's own iterator, or a bad batch from it
-                    raise
-                notes = getattr(error, "__notes__", ())
-                reason = "; ".join((f"{type(error).__name__}: {error}", *notes))
-                raise StageError(program.stage.index, i, kind.value, reason) from error
-            progress = True
-            if cursor.minibatches is not None and i >= cursor.minibatches:
-                break  # the stage has learned that the run ended before this
-        cursor.current, progress = None, True
-        if computes is Kind.UPDATE:  # the minibatch is over
-            cursor.shares.pop(i, None)
-            cursor.updated = i + 1
-        following = cursor.upcoming
-        if following is None or following[0] not in program.takes:
-            break
-    return progress
+    @property
+    def is_looked_at(self) -> bool:
+        """Whether the caller looks at the true weights, inside ``Pipeline.weights``."""
+        return self._end_look is not None
+
+    def begin_look(self, end: Callable[[], None]) -> None:
+        self._end_look = end
+
+    def end_look(self) -> None:
+        """End the caller's look at the true weights, if it has not ended."""
+        with deferred():
+            if self._end_look is not None:
+                self._end_look()
+                self._end_look = None
+
+    def _take_back(self) -> None:
+        """Take gradients and optimizers back from the caller, who may have moved parameters."""
+        self.end_look()
+        for stage in self.wires.stages:
+            stage.take_back()
+
+    # Its end.
+
+    def finish_interrupted(self) -> None:
+        """End a run whose end was cut short, for example by a second Ctrl-C."""
+        if self._open and not self.running:
+            self._fail()
+
+    def _fail(self) -> None:
+        with deferred():
+            make_all((self._abandon, self._end))
+
+    def _end(self) -> None:
+        """Put the true weights back and let the caller's streams follow; may be repeated."""
+        self._begun = self.begun
+        ends = [self.end_look, *(stage.end for stage in self.stages)]
+        if self.trains:
+            ends += [stage.let_go_of_weights for stage in self.wires.stages]
+        ends += [self.processes.end, *(end.end for end in self.wires.tie_ends)]
+        make_all((*ends, self.wires.let_caller_follow))
+        self._open, self.stages, self.losses = False, [], None
+
+    def _abandon(self) -> None:
+        """After a failure: wait for all streams, and forget what was in flight."""
+        streams = list(self.wires.streams())
+        for stream in streams:
+            stream.leave()
+        waits = (stream.synchronize for stream in streams)
+        resets = (edge.reset for edge in self.wires.local_edges)
+        # Try everything: on a device that has failed none of it succeeds. At the end, follow the
+        # caller, who may have used the weights since.
+        make_all((*waits, *resets, self.wires.follow_caller))
+
+    def close(self) -> None:
+        """Finish what is in flight, unless other processes have a part in it."""
+        generator = None if self._generator is None else self._generator()
+        if generator is not None and not self.wires.remote:  # other ranks may be gone
+            generator.close()
 
 
-def _stuck(programs: Iterable[_Program]) -> RuntimeError:
-    cursors = [(p.stage.index, p.cursor) for p in programs]
+def _stuck(stages: Iterable[StageRun]) -> RuntimeError:
+    cursors = [(stage.stage.index, stage.cursor) for stage in stages]
     heads = ", ".join(f"stage {k} at {c.current or c.peek()}" for k, c in cursors)
     return RuntimeError(f"no stage can go on: {heads}")
+
+
+@atexit.register
+def _close_runs() -> None:
+    """Close runs first: torch aborts a process that ends with graphs of a suspended run."""
+    for run in list(_made):
+        run.close()

@@ -1,23 +1,35 @@
-"""Defines ``StageRun``: one stage in one run, with all that is half done."""
+"""Defines ``StageRun``: one stage in one run, with its program and all that is half done."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from typing import NamedTuple
 
 from torch import Tensor
 
+from spectrain_ext.errors import RankError, StageError
+from spectrain_ext.interrupts import STATE, boundary
 from spectrain_ext.method import factor_of
-from spectrain_ext.schedule import Kind
+from spectrain_ext.schedule import Kind, steps
+from spectrain_ext.schedule.lowering import ORDER
 from spectrain_ext.transport import Buffer
 
+from .applied_method import AppliedMethod
 from .compute import Compute, Mode, StageEdges
-from .course import AppliedMethod
 from .cursor import Cursor
 from .loads import Loads
 from .norms import Clipping, GlobalNorm
 from .passes import Handler, chained, handlers_of
 from .stage import Stage
 from .updates import Updates
+
+
+class _Step(NamedTuple):
+    """One step of an instruction, and the handler that runs it."""
+
+    kind: Kind
+    input: Sized | None  # empty until it has arrived; None: it has none, or blocks
+    run: Handler
 
 
 class StageRun:
@@ -54,33 +66,94 @@ class StageRun:
             self._updates = Updates(stage, cursor, clipping, norm)
             self._factor = factor_of(applied.method, applied.places[stage.index], done)
         self.compute = Compute(stage, cursor, edges, mode, self._updates)
-        self._steps: list[Mapping[Kind, Handler]] = []
+        self._handlers: list[Mapping[Kind, Handler]] = []  # of the stage itself
         self._of_passes: list[Mapping[Kind, Handler]] = []
+        self._program: dict[Kind, list[list[_Step]]] = {}  # by instruction, for each microbatch
+        self._joined: Sequence[Kind] = ()  # see ``write_program``
 
     def begin(self) -> None:
         """Take the weights; whatever happens, ``compute.end`` and the stage put all back."""
         stage, updates = self.stage, self._updates
         if updates is not None:
             stage.hold_weights(self._factor)
-            self._steps.append(updates.handlers())
+            self._handlers.append(updates.handlers())
             weights, storage = stage.weights, stage.storage
             if weights is not None and storage is not None:
                 # On the CPU nothing needs to wait for the update that has written the weights.
                 idle = stage.immediate and weights.versions.loads_nothing
-                self._steps += [] if idle else [Loads(stage, weights, storage).handlers()]
+                self._handlers += [] if idle else [Loads(stage, weights, storage).handlers()]
         of_passes = [handlers_of(each, self) for each in stage.passes]
         self.compute.begin()
-        self._steps.append(self.compute.handlers())
+        self._handlers.append(self.compute.handlers())
         self._of_passes = of_passes if self.trains else []
 
     def handlers(self, *others: Mapping[Kind, Handler]) -> dict[Kind, Handler]:
         """Return what runs each step: the stage, ``others``, and then the passes."""
         handlers: dict[Kind, Handler] = {}
-        for steps in (*self._steps, *others, *self._of_passes):
-            for kind, step in steps.items():
-                before = handlers.get(kind)
-                handlers[kind] = step if before is None else chained(before, step)
+        for more in (*self._handlers, *others, *self._of_passes):
+            for kind, handler in more.items():
+                earlier = handlers.get(kind)
+                handlers[kind] = handler if earlier is None else chained(earlier, handler)
         return handlers
+
+    def write_program(
+        self,
+        handlers: Mapping[Kind, Handler],
+        inputs: Iterable[Mapping[Kind, Sized]],  # of the steps, for each microbatch
+        joined: Sequence[Kind],
+        blocks: bool,
+    ) -> None:
+        """List the steps of each instruction.
+
+        ``joined`` instructions run at once after the one before them. ``blocks``: a receive blocks,
+        so that a stage loads weights first.
+        """
+        self._joined = joined
+        self._program = {kind: [] for kind in ORDER}
+        for j, of_steps in enumerate(inputs):
+            for kind, of_microbatches in self._program.items():
+                kinds = steps(kind, handlers, blocks, first=j == 0)
+                of_microbatches.append([_Step(k, of_steps.get(k), handlers[k]) for k in kinds])
+
+    def advance(self) -> bool:
+        """Run the next instruction and joined ones until one waits; return whether a step ran."""
+        cursor, progress = self.cursor, False
+        while cursor.current is not None or cursor.take() is not None:
+            assert cursor.current is not None
+            instruction, i, j = cursor.current
+            of_instruction = self._program[instruction][j]
+            for number in range(cursor.step, len(of_instruction)):
+                kind, waits_for, run = of_instruction[number]
+                if waits_for is not None and not waits_for:
+                    cursor.wait_at(number)
+                    return progress
+                if STATE.pending is not None:
+                    boundary()
+                try:
+                    run(i, j)
+                except RankError:
+                    raise
+                except Exception as error:
+                    if kind is Kind.PULL:  # the caller's own iterator, or a bad batch from it
+                        raise
+                    notes = getattr(error, "__notes__", ())
+                    reason = "; ".join((f"{type(error).__name__}: {error}", *notes))
+                    raise StageError(self.stage.index, i, kind.value, reason) from error
+                progress = True
+                if cursor.minibatches is not None and i >= cursor.minibatches:
+                    break  # the stage has learned that the run ended before this
+            cursor.complete()
+            progress = True
+            following = cursor.upcoming
+            if following is None or following[0] not in self._joined:
+                break
+        return progress
+
+    def end(self) -> None:
+        """Put back what the run has changed, and free what it holds; may be repeated."""
+        self.compute.end()
+        # Handlers hold this object.
+        self._program, self._handlers, self._of_passes = {}, [], []
 
     # For passes and observers.
 

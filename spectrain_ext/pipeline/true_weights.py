@@ -9,8 +9,8 @@ from torch import Tensor
 
 from spectrain_ext.interrupts import deferred
 
-from .executor import Executor
 from .names import bare
+from .run import Run
 from .ties import Copy
 
 
@@ -18,28 +18,28 @@ class TrueWeights(AbstractContextManager[None]):
     """Inside, the stages' parameters hold the true weights, and their modules may be saved."""
 
     # A class, as in interrupts.py: an interrupt inside contextlib's code would bypass the end. One
-    # on the way to the end does; the executor then ends this before it goes on.
+    # on the way to the end does; the run then ends this before it goes on.
 
-    def __init__(self, executor: Executor, copies: Sequence[Copy]) -> None:
-        self._executor, self._copies = executor, copies
+    def __init__(self, run: Run, copies: Sequence[Copy]) -> None:
+        self._run, self._wires, self._copies = run, run.wires, copies
         self._changed: set[Tensor] = set()
 
     def __enter__(self) -> None:
-        executor, stages = self._executor, self._executor.stages
+        stages = self._wires.stages
         with deferred():
-            executor.let_caller_follow()
+            self._wires.let_caller_follow()
             shown = self._true_weights()
             self._guards = [each for stage in stages for each in stage.guard.lift(stage.guarded)]
             self._before = [(p, p.data) for p in shown]
             trained = (p for stage in stages for p in stage.guarded)
             self._versions = {p: p._version for p in trained}  # a DTensor's, not its shard's
-            executor.look = self.end
+            self._run.begin_look(self.end)
             for p, weights in shown.items():
                 p.data = weights
 
     def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
-        self._executor.end_look()
-        for stage in self._executor.stages if self._changed and kind is None else ():
+        self._run.end_look()
+        for stage in self._wires.stages if self._changed and kind is None else ():
             for name, p in stage.module.named_parameters():
                 if p in self._changed:
                     raise RuntimeError(
@@ -51,10 +51,10 @@ class TrueWeights(AbstractContextManager[None]):
     def end(self) -> None:
         """Point the parameters at what they held before; may be repeated."""
         self._changed.update(p for p, version in self._versions.items() if p._version != version)
-        for stage in self._executor.stages if self._changed else ():
+        for stage in self._wires.stages if self._changed else ():
             if stage.weights is not None and stage.weights.own_writes is not None:
                 stage.weights.own_writes.acknowledge(self._changed)
-        self._executor.follow_caller()
+        self._wires.follow_caller()
         for p, data in self._before:
             p.data = data
         for attributes, guard in self._guards:
@@ -63,7 +63,7 @@ class TrueWeights(AbstractContextManager[None]):
     def _true_weights(self) -> dict[Tensor, Tensor]:
         """Return where they are; copies of those in another dtype or on another device."""
         shown: dict[Tensor, Tensor] = {}
-        for stage in self._executor.stages:
+        for stage in self._wires.stages:
             if stage.weights is not None:
                 true = stage.weights.true_weights()
                 shown.update((p, true[p].to(p.dtype)) for p in stage.weights.params)

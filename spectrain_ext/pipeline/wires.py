@@ -1,16 +1,17 @@
-"""Makes the edges between the stages of a process, and of the caller's batches."""
+"""Joins the stages of a process by edges, and orders their work with the caller's."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from spectrain_ext.schedule import Kind, put_off
-from spectrain_ext.transport import Edge, Receiver
+from spectrain_ext.transport import Edge, Receiver, Stream, callers_stream, captured
 
+from .applied_method import AppliedMethod
 from .compute import StageEdges
-from .course import AppliedMethod
 from .processes import Ends, Processes, Traffic
 from .source import BatchSettings, BatchSource
 from .stage import Stage
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Wires:
-    """The edges of the stages of one process: for all trainings, or for all evaluations."""
+    """The stages of one process and their edges: for all trainings, or for all evaluations."""
 
     def __init__(
         self,
@@ -33,6 +34,7 @@ class Wires:
         copies: Sequence[Copy] = (),
         evaluates: bool = False,
     ) -> None:
+        self.stages = stages
         self._by_index = {stage.index: stage for stage in stages}
         self.applied, self.evaluates = applied, evaluates
         self._replicas, self._replica = processes.replicas, processes.replica
@@ -196,9 +198,64 @@ class Wires:
         for edge in self.local_edges:
             edge.begin()
 
+    def free_storage(self) -> None:
+        """Free the memory of messages, until the next run needs it."""
+        for edge in self.local_edges:
+            edge.free_storage()
+
+    # The caller's stream is the one that is current at the call; it may change from call to call.
+    # Work that is captured into a CUDA graph waits for no other stream; earlier work is done by
+    # then.
+
+    def captured(self) -> bool:
+        """Whether the caller captures work of a device into a CUDA graph."""
+        return any(captured(stage.device) for stage in self.stages)
+
+    def streams(self) -> Iterator[Stream]:
+        for stage in self.stages:
+            yield stage.compute
+            yield stage.predict
+        for edge in self.receivers():
+            yield edge.stream
+
+    def follow_caller(self) -> None:
+        """Order all later work of the stages after the caller's work so far."""
+        if self.captured():
+            return
+        for stage in self.stages:  # the caller may have written them
+            for buffer in stage.shared:
+                callers_stream(stage.device).writes(buffer)
+        for device in {stage.device for stage in self.stages}:
+            caller = callers_stream(device)
+            event = caller.event()
+            caller.record(event)
+            for stream in self.streams():
+                stream.wait(event)
+        for stage in self.stages:
+            stage.compute.record(stage.computed)
+            stage.predict.record(stage.loaded)
+
+    def let_caller_follow(self) -> None:
+        """Order the caller's later work after all computations and loads issued so far."""
+        if self.captured():
+            return
+        for stage in self.stages:
+            caller = callers_stream(stage.device)
+            caller.wait(stage.computed)
+            caller.wait(stage.loaded)
+            for buffer in stage.shared:
+                caller.may_read(buffer)
+
+    @contextmanager
+    def caller_ordered(self) -> Iterator[None]:
+        """Inside, the caller's stream may use weights, optimizer state and module buffers."""
+        self.let_caller_follow()
+        yield
+        self.follow_caller()
+
 
 class _All:
-    """Empty until none of several is."""
+    """Several queues as one, which is empty while any of them is."""
 
     def __init__(self, members: Sequence[Sized]) -> None:
         self._members = members

@@ -51,7 +51,7 @@ def made(stages: int, rank: int | None = None, seed: int = 1) -> st.Pipeline:
 
 def means_of(pipe: st.Pipeline) -> dict[str, Tensor]:
     found = {}
-    for stage in pipe._executor.stages:
+    for stage in pipe._wires.stages:
         (own,) = stage.passes
         assert own._updates == pipe.minibatches
         found |= {stage.module.cut.full_name(name): s.clone() for name, s in own._sums.items()}
@@ -91,7 +91,7 @@ def test_a_pass_of_ones_own_goes_on_over_ranks_and_in_other_cuts(tmp_path) -> No
 def test_what_is_of_no_parameter_must_be_alike_in_the_stages_that_are_joined(tmp_path) -> None:
     pipe = made(2)
     pipe.fit(batches(2))
-    pipe._executor.stages[1].passes[0]._updates = 7
+    pipe._wires.stages[1].passes[0]._updates = 7
     save(tmp_path / "c", pipe)
     other = made(1, seed=2)
     other.fit(batches(1))
@@ -101,6 +101,6 @@ def test_what_is_of_no_parameter_must_be_alike_in_the_stages_that_are_joined(tmp
         load(tmp_path / "c", other)
     assert all(torch.equal(before[name], s) for name, s in means_of(other).items())
     load(tmp_path / "c", other, only_model=True)  # and the pass begins anew
-    assert not other._executor.stages[0].passes[0].state_dict()
+    assert not other._wires.stages[0].passes[0].state_dict()
     save(tmp_path / "d", other)
     load(tmp_path / "d", made(2))

@@ -56,7 +56,7 @@ class SideBySide:
             for replica in range(replicas)
         )
         for replica, pipe in enumerate(self.pipes):
-            for stage in pipe._executor.stages:
+            for stage in pipe._wires.stages:
                 stage.random = StageRandom(stage.index, stage.device, replica)
 
     def _exchange_of(self, replica: int, stage: int) -> Exchange:
@@ -120,7 +120,7 @@ class SideBySide:
         """Provide in all pipelines the parameters of ``DistributedPipeline.averaged``."""
         for pipe in self.pipes:
             pipe.check_drained("averaged")
-        stages = [stage for pipe in self.pipes for stage in pipe._executor.stages if stage.weights]
+        stages = [stage for pipe in self.pipes for stage in pipe._wires.stages if stage.weights]
         begun = [each.evaluated_weights() for stage in stages for each in stage.passes]
         found = [average() for average in begun]
         with ExitStack() as held:

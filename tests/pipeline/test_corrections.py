@@ -95,11 +95,11 @@ def test_gap_aware_continues_from_its_state():
     other.load_state_dict(pipe.state_dict())
     for mine, theirs in zip(pipe.optimizers, other.optimizers, strict=True):
         theirs.load_state_dict(mine.state_dict())
-    for mine, theirs in zip(pipe._executor.stages, other._executor.stages, strict=True):
+    for mine, theirs in zip(pipe._wires.stages, other._wires.stages, strict=True):
         theirs.module.load_state_dict(mine.module.state_dict())
         theirs.passes[0].load_state_dict(state := mine.passes[0].state_dict())
         assert bool(state) == bool(mine.late)
-    first = pipe._executor.stages[0]
+    first = pipe._wires.stages[0]
     assert first.passes[0].state_dict()["fewer"] == dict.fromkeys(
         ("layers.1.weight", "layers.1.bias"), 2
     )

@@ -97,7 +97,7 @@ def test_steps_and_hooks(method: str) -> None:
         assert (("lost", 4, 1) in seen) == (k == 2)
     assert passes[1].__dict__ == {"factor": 2.0}  # stages have copies
     assert repr(passes) == "[Halves(), Scales(factor=2.0)]"
-    assert repr(pipe._executor.stages[0].passes[1]).startswith("Scales(factor=2.0")
+    assert repr(pipe._wires.stages[0].passes[1]).startswith("Scales(factor=2.0")
 
 
 def test_the_page_has_all_steps_in_their_order() -> None:

@@ -82,7 +82,7 @@ def progress_shown(
                 parts.append(f"loss {float(shown.loss):.4g}")
             parts += _rates_and_norm(pipe)
             if (speed := bar.tasks[0].speed) is not None:
-                samples, begun = pipe._executor.wires.source.samples, pipe._executor.begun
+                samples, begun = pipe._wires.source.samples, pipe._training.begun
                 each = speed * samples / begun
                 parts += [f"{speed:.3g}/s", f"{each:{',.0f' if each >= 100 else '.3g'}} samples/s"]
             bar.update(task, description="  ".join(parts), refresh=True)
@@ -104,7 +104,7 @@ def _rates_and_norm(pipe: Any) -> list[str]:
         shown = dict.fromkeys(f"{rate:.3g}" for rate in (min(rates), max(rates))) if rates else ()
         words += [f"lr {' to '.join(shown)}"] if shown else []
     norms = []
-    for stage in pipe._executor.stages:
+    for stage in pipe._wires.stages:
         if stage.clipped is not None:
             with stage.predict.using():
                 norms.append(float(stage.clipped))
