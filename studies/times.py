@@ -19,7 +19,7 @@ from spectrain_ext.tools.simulation import Span, summarize
 from spectrain_ext.tools.timelines import devices_under, simulate_method
 from spectrain_ext.tools.timelines.timeline import (
     COMPUTED,
-    Rows,
+    TimelineRows,
     draw_legend,
     draw_rows,
     finish_axes,
@@ -150,7 +150,7 @@ def draw_methods_together(
         name = f"{method.name}, M = {parts}" if parts > 1 else method.name
         if devices is not None:
             name += f", on {1 + max(devices)} devices"
-        runs.append((name, color, drawn, Rows(drawn, devices), devices))
+        runs.append((name, color, drawn, TimelineRows(drawn, devices), devices))
     counts = [len(rows) for *_, rows, _ in runs]
     row = min(0.12, _TALLEST / sum(counts))
     height = 0.9 + sum(0.3 + row * count for count in counts)

@@ -21,7 +21,7 @@ from spectrain_ext.later import later
 from spectrain_ext.peers import Peers
 from spectrain_ext.pipeline.pipeline import Pipeline
 
-from . import storage
+from . import disk
 from .documents import NAME, Json, decode, digest, dtype_of, read, tensors_in
 from .parts import Item, Part, Stateful, Taken, parts_of
 from .progress import Generators, SamplerState, Training
@@ -190,7 +190,7 @@ def _load(
         saved = [*(state for _, state in states), body.get("extra")]
         keys = dict.fromkeys(key for each in saved for key in tensors_in(each))
         cuts = {key: p for part in parts for key, p in part.cuts.items()}
-        read_now = storage.read_tensors(directory, body, keys)
+        read_now = disk.read_tensors(directory, body, keys)
         tensors = {k: piece_of(t, cuts[k]) if k in cuts else t for k, t in read_now}
         extra = decode(body.get("extra"), tensors)
     with peers.attempt(doing, str(directory)), _unless_forged(directory):

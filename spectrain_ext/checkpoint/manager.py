@@ -16,11 +16,11 @@ from spectrain_ext.pipeline.loops import Segment, keeping, segments, warn_unless
 from spectrain_ext.pipeline.losses import Keep, Result
 from spectrain_ext.pipeline.pipeline import Pipeline
 
+from .disk import drop, more_than_checkpoint
 from .loading import Loaded, load
 from .parts import Stateful, TrainableOnly, check_trainable_only
 from .sampler import ShuffledSampler
 from .saving import save, together
-from .storage import drop, more_than_checkpoint
 
 if TYPE_CHECKING:
     from spectrain_ext.pipeline import Observer

@@ -17,9 +17,10 @@ from spectrain_ext.peers import Peers
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.weights.storage import whole
 
-from . import storage
+from . import disk
+from .disk import WEIGHTS, described
 from .documents import Json, Keep, encode
-from .optimizers import OptimizerState
+from .optimizer_state import OptimizerState
 from .parts import Item, Part, Stateful, TrainableOnly, check_trainable_only, parts_of
 from .progress import (
     Generators,
@@ -29,7 +30,6 @@ from .progress import (
     Training,
     stage_states,
 )
-from .storage import WEIGHTS, described
 from .weights import Weights
 
 #: Tensors by their names in a checkpoint, and whether this process writes them.
@@ -108,7 +108,7 @@ def save(
                     parts = [replace(part, passes=(), **bare) for part in parts]
                 parts = [replace(p, trainable_only=trainable_only) for p in parts]
                 if is_first:
-                    begun.append([storage.taken(path, overwrite), new_draft(path).name])
+                    begun.append([disk.taken(path, overwrite), new_draft(path).name])
             reason, name = begun[0]
             if reason is not None:
                 raise FileExistsError(reason)
@@ -128,7 +128,7 @@ def save(
                 document |= {"extra": encode(extra, "extra", keep_extra, "extra")}
                 document |= {"torch": str(torch.__version__)}
                 if is_first:
-                    storage.begin(path, draft)
+                    disk.begin(path, draft)
             _check_shared(shared)
             with peers.attempt(preparing) as documents:
                 for key, (tensor, takes) in given.items():
@@ -143,14 +143,14 @@ def save(
                 files: dict[str, int] = {}
                 for name, keys in _file_names(documents, peers.rank).items():
                     content = {key: tensors[key] for key in keys}
-                    added, files[name] = storage.write_tensors(draft, name, content)
+                    added, files[name] = disk.write_tensors(draft, name, content)
                     entries |= added
                 written.append((entries, files))
             with peers.attempt(*writing):
                 if is_first:
                     entries = {key: entry for each, _ in written for key, entry in each.items()}
                     files = {name: size for _, each in written for name, size in each.items()}
-                    storage.commit(path, draft, overwrite, _merged(documents), entries, files)
+                    disk.commit(path, draft, overwrite, _merged(documents), entries, files)
         except BaseException:
             if is_first and draft is not None:
                 discard(path, draft)

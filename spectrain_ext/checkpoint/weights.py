@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from spectrain_ext.errors import differing, kind_of
 from spectrain_ext.weights.storage import local_part, whole
 
+from .disk import WEIGHTS, described
 from .documents import Json, Keep, dtype_of
 from .parts import Item, Part
-from .storage import WEIGHTS, described
 
 _MASTERS = "master."
 

@@ -1,6 +1,6 @@
 """Runs a pipeline whose stages are in several processes."""
 
-from .pipeline import DistributedPipeline
+from .distributed_pipeline import DistributedPipeline
 from .store import join_ranks
 
 __all__ = ["DistributedPipeline", "join_ranks"]

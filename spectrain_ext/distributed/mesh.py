@@ -16,7 +16,7 @@ STAGES, SHARDS = "pp", "tp"
 Group = dist.ProcessGroup | DeviceMesh | None
 
 
-class Layout(NamedTuple):
+class RankLayout(NamedTuple):
     """The ranks of a pipeline's stages, and this rank's place and shards."""
 
     replicas: Replicas
@@ -41,7 +41,7 @@ def _listed(group: Group) -> list[int]:
     return ranks
 
 
-def layout_of(group: Group, stages: int, replicas: int | Sequence[int] | None) -> Layout:
+def layout_of(group: Group, stages: int, replicas: int | Sequence[int] | None) -> RankLayout:
     """Return the layout of a pipeline with so many stages on each rank.
 
     On a mesh, stages follow the dimension ``pp``, and the shards of a stage ``tp``, if there is
@@ -80,7 +80,7 @@ def layout_of(group: Group, stages: int, replicas: int | Sequence[int] | None) -
         )
     places = [members.index(rank) for rank in listed]
     rows = [places[n * each : (n + 1) * each] for (n,) in found.rows]
-    return Layout(Replicas(found.counts, rows=rows), where, shards)
+    return RankLayout(Replicas(found.counts, rows=rows), where, shards)
 
 
 def _replicas_of(stages: int, replicas: int | Sequence[int] | None, ranks: int) -> Replicas:

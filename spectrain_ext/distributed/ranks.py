@@ -43,7 +43,7 @@ from .collectives import DistributedNorm, GradientSum, combine, exchange_weights
 from .ends import RemoteReceiver, RemoteSender
 from .failures import Sharing
 from .links import Links, RankGroup, backend_of_bodies, break_on_failure, gpu_of, open_links
-from .mesh import Layout
+from .mesh import RankLayout
 
 
 class Ranks(Processes):
@@ -58,7 +58,7 @@ class Ranks(Processes):
         members: Sequence[int],  # the pipeline's ranks, in the default group
         prefix: str,  # of this pipeline, for names of groups
         board: Board,
-        layout: Layout,
+        layout: RankLayout,
         passes: Sequence[Pass],  # the caller's
         of_every_stage: Sequence[Pass],  # before those
         clip_norm: float | None,

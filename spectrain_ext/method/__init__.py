@@ -4,6 +4,13 @@ from typing import TYPE_CHECKING
 
 from spectrain_ext.later import attributes
 
+from .applying import (
+    check_optimizer,
+    microbatches_of,
+    phases_on,
+    places_of,
+    rules_at,
+)
 from .formulas import delay, delay_under, recipe_clip
 from .registry import (
     MethodName,
@@ -14,13 +21,6 @@ from .registry import (
     pipemare,
     second_order,
     spectrain,
-)
-from .stages import (
-    check_optimizer,
-    microbatches_of,
-    phases_on,
-    places_of,
-    rules_at,
 )
 from .value import Method, Phase, Window, factor_of, phases_of
 

@@ -10,9 +10,9 @@ import torch
 
 from spectrain_ext.schedule import Place, Replicas
 
+from .applying import check_optimizer, family_of, microbatches_of, phases_on, rules_at
 from .formulas import delay_under
 from .registry import MethodName, find_method
-from .stages import check_optimizer, family_of, microbatches_of, phases_on, rules_at
 from .value import Method, Window, rate_at
 
 

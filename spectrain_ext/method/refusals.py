@@ -10,7 +10,7 @@ from math import inf
 from typing import Any, get_args
 
 from spectrain_ext.operators.laws import terms_of
-from spectrain_ext.operators.numbers import Adam, Sgd
+from spectrain_ext.operators.numbers import AdamNumbers, SgdNumbers
 from spectrain_ext.schedule import (
     Backward,
     Law,
@@ -212,9 +212,9 @@ def _check_law(method: Method) -> None:
             f"{where}: expected a law that can be a key of a dict, as a frozen dataclass can, got "
             f"{law!r}"
         )
-    kinds: tuple[tuple[Sgd | Adam, set[str]], ...] = (
-        (Sgd(0.1, 0.9), {"sgd", "muon"}),
-        (Adam(0.1, step=1), {"adam", "adamw", "nadam"}),
+    kinds: tuple[tuple[SgdNumbers | AdamNumbers, set[str]], ...] = (
+        (SgdNumbers(0.1, 0.9), {"sgd", "muon"}),
+        (AdamNumbers(0.1, step=1), {"adam", "adamw", "nadam"}),
     )
     for numbers, families in kinds:
         known = families & {*method.families}

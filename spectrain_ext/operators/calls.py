@@ -14,7 +14,7 @@ from spectrain_ext import _C
 from spectrain_ext._C import Role as Role
 
 from .laws import Law, after_first_step, terms_of
-from .numbers import Hyperparameters, Rate, Setting, Sgd, Term
+from .numbers import Hyperparameters, Rate, Setting, SgdNumbers, Term
 
 # Arrays.
 
@@ -195,6 +195,6 @@ def step_arguments(
             if not groups[0].has_momentum:
                 raise ValueError("predict: a prediction needs momentum > 0")
             if first_step:
-                laws = list(map(after_first_step, laws, cast("Sequence[Sgd]", groups)))
+                laws = list(map(after_first_step, laws, cast("Sequence[SgdNumbers]", groups)))
             predictions.append((j, list(map(terms_of, laws, groups))))
     return operation, [each.setting() for each in groups], predictions, _rates(groups)

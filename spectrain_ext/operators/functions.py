@@ -37,7 +37,7 @@ from .calls import (
 )
 from .laws import Horizon, Linear, as_law
 from .library import operator
-from .numbers import Adam, Sgd, Term, horizon, learning_rate, non_negative
+from .numbers import AdamNumbers, SgdNumbers, Term, horizon, learning_rate, non_negative
 
 #: A result is like the parameters; the last: arrays of other frameworks, and what may be either.
 T = TypeVar("T", Tensor, list[Tensor], Sequence[Tensor], "Tensors")
@@ -68,7 +68,7 @@ def sgd_prediction(
             raise ValueError(f"momentum: {law} needs it")
         momentum = 1.0
     more = nesterov, maximize, decoupled_weight_decay, smoothed
-    return prediction([Sgd(rate, momentum, dampening, weight_decay, *more)], [law])
+    return prediction([SgdNumbers(rate, momentum, dampening, weight_decay, *more)], [law])
 
 
 def _output(lists: Lists, role: Role, out: Tensors | None, stream: Any) -> Any:
@@ -285,7 +285,7 @@ def adam_predict(
     lists.add(Role.MOMENTUM, "exp_avgs", exp_avgs, writes=False)
     lists.add(Role.SECOND, "exp_avg_sqs", exp_avg_sqs, writes=False)
     result = _output(lists, Role.OUT, out, stream)
-    numbers = Adam(lr, betas, eps, weight_decay, step, decoupled_weight_decay)
+    numbers = AdamNumbers(lr, betas, eps, weight_decay, step, decoupled_weight_decay)
     plan = lists.plan()
     plan.predict(*prediction([numbers], [as_law(steps)]), 0, stream)
     lists.bump()

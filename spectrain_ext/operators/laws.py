@@ -13,9 +13,9 @@ from typing import Protocol, SupportsFloat, TypeAlias
 
 from spectrain_ext._C import MAX_TERMS
 
-from .numbers import Adam as Adam
+from .numbers import AdamNumbers as AdamNumbers
 from .numbers import Hyperparameters, Rate, horizon, non_negative, number
-from .numbers import Sgd as Sgd
+from .numbers import SgdNumbers as SgdNumbers
 from .numbers import Term as Term
 
 
@@ -34,10 +34,10 @@ class Law(Protocol):
 
     __slots__ = ()
 
-    def sgd(self, numbers: Sgd) -> list[Term]:
+    def sgd(self, numbers: SgdNumbers) -> list[Term]:
         """Return the terms under SGD: at most one, none if nothing changes."""
 
-    def adam(self, numbers: Adam) -> list[Term]:
+    def adam(self, numbers: AdamNumbers) -> list[Term]:
         """Return the terms under Adam, AdamW and NAdam."""
 
 
@@ -60,10 +60,10 @@ class Linear(Law):
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", horizon("steps", self.steps))
 
-    def sgd(self, numbers: Sgd) -> list[Term]:
+    def sgd(self, numbers: SgdNumbers) -> list[Term]:
         return [Term(1.0, numbers.lr * self.steps)] if self.steps else []
 
-    def adam(self, numbers: Adam) -> list[Term]:
+    def adam(self, numbers: AdamNumbers) -> list[Term]:
         if not self.steps:
             return []
         rate = numbers.rate()
@@ -90,7 +90,7 @@ class Geometric(Law):
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", horizon("steps", self.steps))
 
-    def sgd(self, numbers: Sgd) -> list[Term]:
+    def sgd(self, numbers: SgdNumbers) -> list[Term]:
         if not self.steps:
             return []
         mu = numbers.momentum
@@ -99,7 +99,7 @@ class Geometric(Law):
         reach = self.steps if mu == 1.0 else (mu - mu ** (self.steps + 1.0)) / (1.0 - mu)
         return [Term(1.0, numbers.lr * reach * (mu if numbers.nesterov else 1.0))]
 
-    def adam(self, numbers: Adam) -> list[Term]:
+    def adam(self, numbers: AdamNumbers) -> list[Term]:
         steps = _whole(self.steps, "Adam")
         if steps > MAX_TERMS:
             raise ValueError(
@@ -142,7 +142,7 @@ class SecondOrder(Law):
         change = self.delay * (self.delay + 1.0) / 2.0
         return self.delay + self.lead - change * (1.0 - mu) / mu, change * gain / mu
 
-    def sgd(self, numbers: Sgd) -> list[Term]:
+    def sgd(self, numbers: SgdNumbers) -> list[Term]:
         if not self.delay and not self.lead:
             return []
         if not numbers.momentum:
@@ -150,7 +150,7 @@ class SecondOrder(Law):
         momentum, gradient = self._coefficients(numbers.momentum, numbers.gain)
         return [Term(1.0, numbers.lr * momentum, numbers.lr * gradient * numbers.trust)]
 
-    def adam(self, numbers: Adam) -> list[Term]:
+    def adam(self, numbers: AdamNumbers) -> list[Term]:
         if not self.delay and not self.lead:
             return []
         beta1 = numbers.betas[0]
@@ -190,7 +190,7 @@ def terms_of(law: Law, numbers: Hyperparameters) -> list[Term]:
     if formula is None:
         raise ValueError(f"steps: {law} is not defined under {numbers.rule}")
     terms: list[Term] = formula(numbers)
-    if isinstance(numbers, Sgd):
+    if isinstance(numbers, SgdNumbers):
         if len(terms) > 1:
             raise ValueError(f"steps: expected at most one term under SGD, {law} gave {len(terms)}")
         if isinstance(numbers.lr, Rate):
@@ -198,7 +198,7 @@ def terms_of(law: Law, numbers: Hyperparameters) -> list[Term]:
     return terms
 
 
-def after_first_step(law: Law, numbers: Sgd) -> Law:
+def after_first_step(law: Law, numbers: SgdNumbers) -> Law:
     """Return the law for a prediction by a step that sets v to d, without the gain."""
     if isinstance(law, SecondOrder) and numbers.gain != 1.0:  # v_prev is 0
         return Linear(law.delay + law.lead + law.delay * (law.delay + 1.0) / 2.0)
@@ -218,7 +218,7 @@ Matrix: TypeAlias = tuple[float, float, float, float]
 _IDENTITY: Matrix = (1.0, 0.0, 0.0, 1.0)
 
 
-def _update(numbers: Sgd) -> Matrix:
+def _update(numbers: SgdNumbers) -> Matrix:
     keep, lr = numbers.keep, numbers.lr
     pull = numbers.gain * numbers.l2  # the L2 penalty's contribution to the buffer, per weight
     mu = numbers.momentum
@@ -236,7 +236,7 @@ def _times(a: Matrix, b: Matrix) -> Matrix:
     )
 
 
-def _continuation(numbers: Sgd, steps: int) -> Term:
+def _continuation(numbers: SgdNumbers, steps: int) -> Term:
     """Return the term of several zero-gradient updates, by repeated squaring."""
     result, power = _IDENTITY, _update(numbers)
     while steps:

@@ -156,10 +156,10 @@ def _make_non_negative(numbers: object, names: tuple[str, ...]) -> None:
 class Corrected(Protocol):
     """A correction that replaces the step's coefficients, see `corrections`."""
 
-    def sgd(self, numbers: Sgd) -> Term:
+    def sgd(self, numbers: SgdNumbers) -> Term:
         """Return the step under SGD."""
 
-    def adam(self, numbers: Adam) -> Term:
+    def adam(self, numbers: AdamNumbers) -> Term:
         """Return the step under Adam, AdamW and NAdam."""
 
 
@@ -189,7 +189,7 @@ class Hyperparameters:
 
 
 @dataclass(frozen=True, slots=True)
-class Sgd(Hyperparameters):
+class SgdNumbers(Hyperparameters):
     """Hyperparameters of SGD with torch's momentum, or with that of smoothed gradients."""
 
     rule: ClassVar[str] = "sgd"
@@ -251,7 +251,7 @@ class Sgd(Hyperparameters):
 
 
 @dataclass(frozen=True, slots=True)
-class Adam(Hyperparameters):
+class AdamNumbers(Hyperparameters):
     """Hyperparameters of torch.optim's Adam, AdamW or NAdam."""
 
     rule: ClassVar[str] = "adam"

@@ -21,7 +21,7 @@ from .calls import (
 )
 from .functions import sgd_prediction
 from .laws import Horizon, as_law
-from .numbers import Adam, horizon
+from .numbers import AdamNumbers, horizon
 from .steps import ROLES, ROWS
 
 _SGD, _ADAM = ROWS["sgd_step_"], ROWS["adam_step_"]
@@ -238,7 +238,7 @@ class Plan:
 
     def _prediction(self, steps: Horizon, numbers: dict[str, Any]) -> Prediction:
         if "step" in numbers:
-            return prediction([Adam(**numbers)], [as_law(steps)])
+            return prediction([AdamNumbers(**numbers)], [as_law(steps)])
         return sgd_prediction(steps, **numbers)
 
     def _check_out(self, out: int) -> int:

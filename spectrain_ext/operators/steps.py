@@ -18,7 +18,7 @@ from typing import Any, Unpack
 from .calls import Gradients, Lists, Role, Step, StepOptions, Tensors, Written, step_arguments
 from .laws import Horizon, Law, as_law
 from .library import Row, operator
-from .numbers import Adam, Sgd
+from .numbers import AdamNumbers, SgdNumbers
 
 #: By the name of an argument, of a plan or a step.
 ROLES = {
@@ -240,4 +240,4 @@ def adam_step_(
 
 
 #: By name.
-ROWS = {row.name: row for row in (StepRow(Sgd, sgd_step_), StepRow(Adam, adam_step_))}
+ROWS = {row.name: row for row in (StepRow(SgdNumbers, sgd_step_), StepRow(AdamNumbers, adam_step_))}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from spectrain_ext.operators.calls import Role
-from spectrain_ext.operators.numbers import Adam
+from spectrain_ext.operators.numbers import AdamNumbers
 
 from .base import PredictingOptimizer
 from .matrix_updates import SIDES, Orthogonal, Rotated
@@ -38,7 +38,7 @@ def _muon_numbers(group: Group) -> Orthogonal:
 
 
 def _soap_numbers(group: Group) -> Rotated:
-    adam = Adam(1.0, betas_of(group), plain(group["eps"], "eps"), step=1)
+    adam = AdamNumbers(1.0, betas_of(group), plain(group["eps"], "eps"), step=1)
     beta = group["shampoo_beta"]
     return Rotated(
         **_of_updates(group),

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from spectrain_ext.operators.numbers import Adam, Sgd, fraction, non_negative, number
+from spectrain_ext.operators.numbers import AdamNumbers, SgdNumbers, fraction, non_negative, number
 
 from .saved import loose_dtype
 
@@ -21,7 +21,7 @@ SIDES = ("left", "right")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MatrixUpdate(Sgd):
+class MatrixUpdate(SgdNumbers):
     """A matrix update as SGD with momentum 1, whose gradient is the change of the update.
 
     SGD's buffer is then the last update, so every law of SGD predicts along it, and the
@@ -105,7 +105,7 @@ def orthogonalized(
 class Rotated(MatrixUpdate):
     """Hyperparameters of SOAP's update, with an unrotated momentum."""
 
-    adam: Adam
+    adam: AdamNumbers
     shampoo_beta: float
     frequency: int
     max_dimension: int

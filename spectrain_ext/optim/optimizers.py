@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from spectrain_ext.operators.calls import Role
-from spectrain_ext.operators.numbers import Adam as AdamNumbers
-from spectrain_ext.operators.numbers import Sgd, non_negative
+from spectrain_ext.operators.numbers import AdamNumbers, SgdNumbers, non_negative
 
 from .base import PredictingOptimizer
 from .state import Group, Rule, betas_of, plain, rate_of
@@ -20,9 +19,9 @@ from .state import Group, Rule, betas_of, plain, rate_of
 _EXTRAS = ("smoothed", "decoupled_weight_decay")
 
 
-def _sgd_numbers(group: Group) -> Sgd:
+def _sgd_numbers(group: Group) -> SgdNumbers:
     momentum = plain(group["momentum"], "momentum")
-    return Sgd(
+    return SgdNumbers(
         rate_of(group["lr"]),
         momentum,
         group["dampening"],

@@ -20,7 +20,7 @@ from spectrain_ext.operators.calls import (
     step_arguments,
 )
 from spectrain_ext.operators.laws import Law, Linear, SecondOrder, after_first_step, terms_of
-from spectrain_ext.operators.numbers import Sgd
+from spectrain_ext.operators.numbers import SgdNumbers
 
 from .parameter_table import Home, ParameterTable, Views
 from .state import Scalars, State, empty_like
@@ -166,7 +166,7 @@ class Rows:
             numbers.append(rule.at(groups[cohort.group], self._after[-1]))
         # torch's first buffer is the undampened gradient; smoothed gradients start at 0.
         starts = [
-            started and not cohort.started and isinstance(n, Sgd) and not n.smoothed
+            started and not cohort.started and isinstance(n, SgdNumbers) and not n.smoothed
             for cohort, n in zip(self._cohorts, numbers, strict=True)
         ]
         predict: tuple[list[Law], ...] = ()

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from spectrain_ext.operators.calls import Role
-from spectrain_ext.operators.numbers import Adam, Sgd
+from spectrain_ext.operators.numbers import AdamNumbers, SgdNumbers
 
-Numbers = Sgd | Adam
+Numbers = SgdNumbers | AdamNumbers
 Scalars = tuple[float, ...]
 Group = Mapping[str, Any]
 State = MutableMapping[Tensor, dict[str, Any]]
@@ -70,7 +70,7 @@ class Rule:
         """Return all scalars after one more step."""
         after: list[float] = []
         for key, value in zip(self.scalars, scalars, strict=True):
-            if key == "mu_product" and isinstance(numbers, Adam):
+            if key == "mu_product" and isinstance(numbers, AdamNumbers):
                 # In torch's precision of the product.
                 product = torch.tensor(value, dtype=scalar_dtype(), device="cpu")
                 after.append(product.mul_(numbers.mu(after[0])).item())
@@ -80,7 +80,7 @@ class Rule:
 
     def at(self, numbers: Numbers, scalars: Scalars) -> Numbers:
         """Return the hyperparameters of the step that led to these scalars."""
-        if isinstance(numbers, Sgd):
+        if isinstance(numbers, SgdNumbers):
             return numbers
         if numbers.momentum_decay is None:
             return replace(numbers, step=int(scalars[0]))

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from spectrain_ext.method import Method
 from spectrain_ext.operators.functions import distance
-from spectrain_ext.operators.numbers import Adam, Sgd, Term, fraction, horizon, non_negative
+from spectrain_ext.operators.numbers import (
+    AdamNumbers,
+    SgdNumbers,
+    Term,
+    fraction,
+    horizon,
+    non_negative,
+)
 from spectrain_ext.pipeline.passes import Handler, Pass
 from spectrain_ext.pipeline.views import ProcessesView, RunView, StageView
 from spectrain_ext.schedule import Kind, flushes
@@ -326,7 +333,7 @@ class SpikeCompensation:
     def __post_init__(self) -> None:
         object.__setattr__(self, "delay", horizon("delay", self.delay))
 
-    def sgd(self, numbers: Sgd) -> Term:
+    def sgd(self, numbers: SgdNumbers) -> Term:
         """Return the step under SGD; ValueError with Nesterov momentum."""
         plain = numbers.term()
         mu = numbers.momentum
@@ -338,6 +345,6 @@ class SpikeCompensation:
         now = self.delay if mu == 1.0 else (1.0 - left) / (1.0 - mu)
         return Term(plain.keep, numbers.lr * left, numbers.lr * now * numbers.gain)
 
-    def adam(self, numbers: Adam) -> Term:
+    def adam(self, numbers: AdamNumbers) -> Term:
         """Raise ValueError: it is not defined for Adam."""
         raise ValueError(f"{self} is defined for SGD")

@@ -174,8 +174,8 @@ def test_no_text_is_markup_on_a_console_of_a_command() -> None:
         console.print(text, table)
     assert capture.get().count(text) == 5
     making = [p for p in Path(st.__file__).parent.rglob("*.py") if "Console(" in p.read_text()]
-    # the bar in progress.py shows numbers only
-    assert sorted(path.name for path in making) == ["options.py", "progress.py"]
+    # the bar in progress_bar.py shows numbers only
+    assert sorted(path.name for path in making) == ["options.py", "progress_bar.py"]
 
 
 # GPUs

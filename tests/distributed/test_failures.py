@@ -478,7 +478,7 @@ import itertools, os, signal, sys
 import torch
 from torch import nn
 import spectrain_ext as st
-import spectrain_ext.checkpoint, spectrain_ext.distributed.pipeline
+import spectrain_ext.checkpoint, spectrain_ext.distributed.distributed_pipeline
 
 for trial in sys.argv[1:]:
     fault, culprit, port = trial.split(":")

@@ -31,7 +31,7 @@ from spectrain_ext.checkpoint import (
     load,
     save,
 )
-from spectrain_ext.distributed import pipeline as rank_pipeline
+from spectrain_ext.distributed import distributed_pipeline as rank_pipeline
 from spectrain_ext.partitioning import cut_at
 
 

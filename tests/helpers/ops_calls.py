@@ -91,7 +91,7 @@ class _Call:
         own = self.groups[group]
         law = horizon[group] if isinstance(horizon, tuple) else horizon
         law = law if hasattr(law, "sgd") else laws.Linear(law)
-        if isinstance(own, laws.Adam):
+        if isinstance(own, laws.AdamNumbers):
             return law.adam(own)
         if isinstance(law, laws.SecondOrder) and first and ref.gain(own) != 1.0:
             # v is set to d, and was 0 before.

@@ -99,10 +99,10 @@ _LR = ("ordinary", "zero", "vanishing", "huge", "of numpy", *IN_MEMORY)
 class _Own(laws.Law):
     """A law of a user."""
 
-    def sgd(self, numbers: laws.Sgd) -> list[laws.Term]:
+    def sgd(self, numbers: laws.SgdNumbers) -> list[laws.Term]:
         return [laws.Term(0.75, numbers.lr * 0.5)]
 
-    def adam(self, numbers: laws.Adam) -> list[laws.Term]:
+    def adam(self, numbers: laws.AdamNumbers) -> list[laws.Term]:
         return [laws.Term(0.5, 0.25, 0.0, 2.0), laws.Term(1.0, 0.125)]
 
 
@@ -237,10 +237,12 @@ def numbers_of(options: Options, rng: np.random.Generator) -> Numbers:
             momentum_decay = float(rng.choice([4e-3, 0.0]))
             common["momentum_decay"] = momentum_decay
             common["mu_product"] = ref.nadam_product(beta1, momentum_decay, step)
-        return laws.Adam(betas=(beta1, float(rng.choice([0.999, 0.0, 0.95]))), step=step, **common)
+        return laws.AdamNumbers(
+            betas=(beta1, float(rng.choice([0.999, 0.0, 0.95]))), step=step, **common
+        )
     momentum = float(rng.choice([0.9, 0.5, 0.99]))
     momentum = {"SGD without momentum": 0.0, "undamped SGD": 1.0}.get(rule, momentum)
-    return laws.Sgd(
+    return laws.SgdNumbers(
         momentum=momentum,
         dampening=float(rng.choice([0.1, 1.0])) if rule == "dampened SGD" else 0.0,
         nesterov="Nesterov" in rule,

@@ -24,7 +24,7 @@ from torch import Tensor
 from spectrain_ext import laws
 
 Array: TypeAlias = npt.NDArray[Any]
-Numbers: TypeAlias = laws.Sgd | laws.Adam
+Numbers: TypeAlias = laws.SgdNumbers | laws.AdamNumbers
 INTS = {
     torch.float64: torch.int64,
     torch.float32: torch.int32,
@@ -150,19 +150,19 @@ def step(
         kept = wide
         if numbers.decoupled_weight_decay:
             kept = _keep(1.0 - numbers.lr * numbers.weight_decay, wide)
-        of_rule = _adam_step if isinstance(numbers, laws.Adam) else _sgd_step
+        of_rule = _adam_step if isinstance(numbers, laws.AdamNumbers) else _sgd_step
         new, new_state = of_rule(numbers, kept, d, state, first)  # type: ignore[operator]
     new_w = narrow(new, w.dtype) if rounded is None else round_stochastically(new, *rounded)
     return [new_w, *(narrow(x, t.dtype) for x, t in zip(new_state, state, strict=True))]
 
 
-def gain(numbers: laws.Sgd) -> float:
+def gain(numbers: laws.SgdNumbers) -> float:
     """Return the gradient's factor in the momentum."""
     return 1.0 - numbers.momentum if numbers.smoothed else 1.0 - numbers.dampening
 
 
 def _sgd_step(
-    numbers: laws.Sgd, kept: Array, d: Array, state: Sequence[Tensor], first: bool
+    numbers: laws.SgdNumbers, kept: Array, d: Array, state: Sequence[Tensor], first: bool
 ) -> tuple[Array, list[Array]]:
     scalar = scalars_like(kept)
     lr, mu = numbers.lr, numbers.momentum
@@ -178,7 +178,7 @@ def _sgd_step(
 
 
 def _adam_step(
-    numbers: laws.Adam, kept: Array, d: Array, state: Sequence[Tensor], _: bool
+    numbers: laws.AdamNumbers, kept: Array, d: Array, state: Sequence[Tensor], _: bool
 ) -> tuple[Array, list[Array]]:
     scalar = scalars_like(kept)
     beta1, beta2 = numbers.betas
@@ -188,7 +188,7 @@ def _adam_step(
     return kept - _adam_way(numbers, _adam_term(numbers), m, u, d), [m, u]
 
 
-def _adam_term(numbers: laws.Adam) -> laws.Term:
+def _adam_term(numbers: laws.AdamNumbers) -> laws.Term:
     """Return the step's coefficients, with Adam's bias corrections or NAdam's schedule of mu."""
     t, (beta1, beta2) = numbers.step, numbers.betas
     root = (1.0 - beta2**t) ** -0.5
@@ -209,7 +209,7 @@ def nadam_product(beta1: float, momentum_decay: float, step: int) -> float:
     return math.prod(nadam_mu(beta1, momentum_decay, i) for i in range(1, step + 1))
 
 
-def _adam_way(numbers: laws.Adam, term: laws.Term, m: Array, u: Array, d: Array) -> Array:
+def _adam_way(numbers: laws.AdamNumbers, term: laws.Term, m: Array, u: Array, d: Array) -> Array:
     """Return the quotient that Adam moves by."""
     scalar = scalars_like(m)
     moment = scalar(term.momentum) * m
@@ -243,7 +243,7 @@ def predict(
         for t in terms:
             wide = _keep(t.keep, wide)
             by_momentum, by_gradient = scalar(t.momentum), scalar(t.gradient)
-            if isinstance(numbers, laws.Adam):
+            if isinstance(numbers, laws.AdamNumbers):
                 if by_momentum or by_gradient:
                     wide = wide - _adam_way(numbers, t, v, second[0], gradient)
             else:

@@ -145,10 +145,10 @@ def test_all_messages_use_the_same_words_and_name_a_law(steps: Any, came: str) -
 @pytest.mark.parametrize("n_terms", [2, 9, 65])
 def test_a_law_of_ones_own_with_more_terms_than_sgd_takes(n_terms: int) -> None:
     class Own:
-        def sgd(self, numbers: laws.Sgd) -> list[laws.Term]:
+        def sgd(self, numbers: laws.SgdNumbers) -> list[laws.Term]:
             return [laws.Term(1.0, numbers.lr)] * n_terms
 
-        def adam(self, numbers: laws.Adam) -> list[laws.Term]:
+        def adam(self, numbers: laws.AdamNumbers) -> list[laws.Term]:
             return []
 
     for op in ("predict", "sgd_step_"):

@@ -118,7 +118,7 @@ class TestOneLaunch:
         others = [[t.clone() for t in some] for some in (w, v)]
         groups = [i % 20 for i in range(LONG)]
         plan = GroupPlan(groups, w, grads=g, momentum_buffers=v)
-        numbers = [laws.Sgd(0.01 * k, 0.9) for k in range(20)]
+        numbers = [laws.SgdNumbers(0.01 * k, 0.9) for k in range(20)]
         for _ in range(3):
             plan.step(numbers)
             for k, rule in enumerate(numbers):

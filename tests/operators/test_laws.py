@@ -21,11 +21,11 @@ _MAX_TERMS = 64  # updates ahead that one kernel makes under Adam
 
 
 @hs.composite
-def sgds(draw: hs.DrawFn, *, decay: bool | None = None) -> laws.Sgd:
+def sgds(draw: hs.DrawFn, *, decay: bool | None = None) -> laws.SgdNumbers:
     mu = draw(hs.one_of(hs.sampled_from([0.9, 0.99, 0.5]), hs.floats(0.01, 0.999)))
     kind = draw(hs.sampled_from(["sum", "dampened", "nesterov", "smoothed", "smoothed nesterov"]))
     with_decay = draw(hs.booleans()) if decay is None else decay
-    return laws.Sgd(
+    return laws.SgdNumbers(
         lr=draw(hs.floats(1e-4, 0.5)),
         momentum=mu,
         dampening=draw(hs.sampled_from([0.1, 1.0])) if kind == "dampened" else 0.0,
@@ -37,13 +37,13 @@ def sgds(draw: hs.DrawFn, *, decay: bool | None = None) -> laws.Sgd:
 
 
 @hs.composite
-def adams(draw: hs.DrawFn, *, nadam: bool | None = None) -> laws.Adam:
+def adams(draw: hs.DrawFn, *, nadam: bool | None = None) -> laws.AdamNumbers:
     """The three optimizers after any number of updates."""
     beta1 = draw(hs.one_of(hs.sampled_from([0.9, 0.99, 0.5]), hs.floats(0.01, 0.999)))
     step = draw(hs.integers(1, 2000))
     is_nadam = draw(hs.booleans()) if nadam is None else nadam
     decay = draw(hs.sampled_from([4e-3, 0.1])) if is_nadam else None
-    return laws.Adam(
+    return laws.AdamNumbers(
         lr=draw(hs.floats(1e-5, 0.5)),
         betas=(beta1, draw(hs.sampled_from([0.999, 0.9, 0.99]))),
         eps=draw(hs.sampled_from([1e-8, 1e-3])),
@@ -77,7 +77,7 @@ def close(actual: Tensor, expected: Tensor, *terms: Tensor) -> None:
 # SGD.
 
 
-def coast(numbers: laws.Sgd, w: Tensor, v: Tensor, steps: int) -> Tensor:
+def coast(numbers: laws.SgdNumbers, w: Tensor, v: Tensor, steps: int) -> Tensor:
     """Return the weights after updates with zero gradients, as documented for torch.optim.SGD."""
     lr, mu, decay = numbers.lr, numbers.momentum, numbers.weight_decay
     gain = 1 - mu if numbers.smoothed else 1 - numbers.dampening
@@ -90,7 +90,7 @@ def coast(numbers: laws.Sgd, w: Tensor, v: Tensor, steps: int) -> Tensor:
 
 
 @given(numbers=sgds(), s=hs.floats(0, 100), n=hs.integers(0, 40))
-def test_linear_and_geometric(numbers: laws.Sgd, s: float, n: int) -> None:
+def test_linear_and_geometric(numbers: laws.SgdNumbers, s: float, n: int) -> None:
     """W - s*lr*v for every kind of SGD, and n updates with zero gradients."""
     w, v, u = random()
     close(predicted(numbers, laws.Linear(s), w, v, u), w - s * numbers.lr * v, w)
@@ -100,7 +100,7 @@ def test_linear_and_geometric(numbers: laws.Sgd, s: float, n: int) -> None:
 
 @settings(max_examples=settings().max_examples // 10)
 @given(numbers=sgds(decay=True), steps=hs.integers(100, 3000))
-def test_geometric_far_ahead(numbers: laws.Sgd, steps: int) -> None:
+def test_geometric_far_ahead(numbers: laws.SgdNumbers, steps: int) -> None:
     """Thousands of updates with decay: a matrix power equals a loop."""
     w, v, u = random(3)
     apart = predicted(numbers, laws.Geometric(steps), w, v, u) - coast(numbers, w, v, steps)
@@ -113,13 +113,13 @@ def test_geometric_by_its_formula(mu: float, s: float, lr: float, nesterov: bool
     """Fractional steps too: W - lr*v*(mu - mu^(s+1))/(1 - mu), Nesterov's times mu."""
     w, v, u = random()
     reach = (mu - mu ** (s + 1)) / (1 - mu) * (mu if nesterov else 1.0)
-    got = predicted(laws.Sgd(lr, mu, nesterov=nesterov), laws.Geometric(s), w, v, u)
+    got = predicted(laws.SgdNumbers(lr, mu, nesterov=nesterov), laws.Geometric(s), w, v, u)
     # Cancellation in mu - mu^(s+1) is not the operator's error: use its input.
     close(got, w - lr * reach * v, w, v * lr / (1 - mu))
 
 
 def test_geometric_without_damping_is_linear() -> None:
-    undamped = laws.Sgd(0.1, 1.0)
+    undamped = laws.SgdNumbers(0.1, 1.0)
     assert laws.Geometric(2.5).sgd(undamped) == laws.Linear(2.5).sgd(undamped)
 
 
@@ -129,7 +129,7 @@ def test_geometric_without_damping_is_linear() -> None:
     share=hs.floats(-1, 31),
     first=hs.booleans(),
 )
-def test_second_order(numbers: laws.Sgd, delay: float, share: float, first: bool) -> None:
+def test_second_order(numbers: laws.SgdNumbers, delay: float, share: float, first: bool) -> None:
     """W - lr*[(D + lead)*v + D*(D+1)/2*(v - v_prev)], with v_prev kept by the test."""
     lead = max(-delay, share)
     w, v, g = random()
@@ -146,7 +146,7 @@ def test_second_order(numbers: laws.Sgd, delay: float, share: float, first: bool
 # Adam, AdamW and NAdam.
 
 
-def move(numbers: laws.Adam, m: Tensor, u: Tensor, i: int) -> Tensor:
+def move(numbers: laws.AdamNumbers, m: Tensor, u: Tensor, i: int) -> Tensor:
     """Return the movement by a first moment m in update step + i, with bias correction."""
     t, beta1 = numbers.step + i, numbers.betas[0]
     denominator = u.sqrt() / math.sqrt(1 - numbers.betas[1] ** t) + numbers.eps
@@ -157,13 +157,13 @@ def move(numbers: laws.Adam, m: Tensor, u: Tensor, i: int) -> Tensor:
     return numbers.lr * mus[-1] * m / (1 - product) / denominator
 
 
-def far(numbers: laws.Adam, w: Tensor, m: Tensor, u: Tensor, n: float) -> Tensor:
+def far(numbers: laws.AdamNumbers, w: Tensor, m: Tensor, u: Tensor, n: float) -> Tensor:
     """Return how large the terms of n updates can be together."""
     return w.abs() + n * move(replace(numbers, lr=0.5), m.abs(), u, 0)
 
 
 @given(numbers=adams(), s=hs.floats(0, 100), n=hs.integers(0, _MAX_TERMS))
-def test_linear_and_geometric_under_adam(numbers: laws.Adam, s: float, n: int) -> None:
+def test_linear_and_geometric_under_adam(numbers: laws.AdamNumbers, s: float, n: int) -> None:
     """The momentum part of the last update, s times, without decay and gradient.
 
     And FTPipe's msnag: for i = 1..n, AdamW's decay and then a step without a gradient.
@@ -182,7 +182,7 @@ def test_linear_and_geometric_under_adam(numbers: laws.Adam, s: float, n: int) -
 
 
 @given(numbers=adams(nadam=False), delay=hs.floats(0, 31), share=hs.floats(-1, 1))
-def test_second_order_under_adam(numbers: laws.Adam, delay: float, share: float) -> None:
+def test_second_order_under_adam(numbers: laws.AdamNumbers, delay: float, share: float) -> None:
     """With m_prev kept here: m one update earlier, under the same denominator."""
     lead = max(-delay, 31 * share)
     w, m, u = random()
@@ -197,8 +197,8 @@ def test_second_order_under_adam(numbers: laws.Adam, delay: float, share: float)
 
 # Errors.
 
-_SGD = laws.Sgd(0.1, 0.9)
-_ADAM = laws.Adam(0.1, step=1)
+_SGD = laws.SgdNumbers(0.1, 0.9)
+_ADAM = laws.AdamNumbers(0.1, step=1)
 
 
 @pytest.mark.parametrize(
@@ -217,9 +217,9 @@ def test_a_law_that_numbers_do_not_allow(law: laws.Law, numbers: Numbers, says: 
     """Alone, and in a step, which then changes nothing."""
     w, m, u, g, *outs = lists = [torch.rand(5) for _ in range(6)]
     with pytest.raises(ValueError, match=says):
-        law.adam(numbers) if isinstance(numbers, laws.Adam) else law.sgd(numbers)
+        law.adam(numbers) if isinstance(numbers, laws.AdamNumbers) else law.sgd(numbers)
     plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, grads=g, outs=outs)
-    step: Any = plan.adam_step_ if isinstance(numbers, laws.Adam) else plan.sgd_step_
+    step: Any = plan.adam_step_ if isinstance(numbers, laws.AdamNumbers) else plan.sgd_step_
     own, names = keywords(numbers), "steps|momentum|betas"
     raises(ValueError, names, lambda: step(**own, predict=[1, law]), lists)
     raises(ValueError, names, lambda: plan.predict(**own, steps=law), lists)

@@ -279,7 +279,7 @@ def test_a_number_without_a_default_is_required(missing: str) -> None:
 class _Halved(laws.Linear):
     """A law of a user, which no schema knows."""
 
-    def sgd(self, numbers: laws.Sgd) -> list[laws.Term]:
+    def sgd(self, numbers: laws.SgdNumbers) -> list[laws.Term]:
         return laws.Linear(self.steps / 2).sgd(numbers)
 
 

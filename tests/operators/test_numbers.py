@@ -24,9 +24,9 @@ INF = math.inf
 _SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 _ADAM: dict[str, Any] = {"lr": 0.1, "step": 3}
 _RULES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "Sgd": (laws.Sgd, _SGD),
-    "Adam": (laws.Adam, _ADAM),
-    "NAdam": (laws.Adam, {**_ADAM, "momentum_decay": 4e-3, "mu_product": 0.2}),
+    "Sgd": (laws.SgdNumbers, _SGD),
+    "Adam": (laws.AdamNumbers, _ADAM),
+    "NAdam": (laws.AdamNumbers, {**_ADAM, "momentum_decay": 4e-3, "mu_product": 0.2}),
 }
 
 
@@ -35,9 +35,9 @@ _RULES: dict[str, tuple[Any, dict[str, Any]]] = {
 )
 def test_numbers_of_any_kind_become_floats(value: Any) -> None:
     names = ("lr", "momentum", "dampening", "weight_decay", "eps", "momentum_decay")
-    sgd = laws.Sgd(value, value, dampening=value, weight_decay=value)
+    sgd = laws.SgdNumbers(value, value, dampening=value, weight_decay=value)
     numbers = {"eps": value, "weight_decay": value, "momentum_decay": value}
-    adam = laws.Adam(value, step=1, mu_product=0.5, **numbers)
+    adam = laws.AdamNumbers(value, step=1, mu_product=0.5, **numbers)
     for made in (sgd, adam):
         fields = [getattr(made, name) for name in names if hasattr(made, name)]
         assert fields == [float(value)] * 4 and {type(field) for field in fields} == {float}
@@ -46,9 +46,9 @@ def test_numbers_of_any_kind_become_floats(value: Any) -> None:
 @pytest.mark.parametrize("options", [{}, {"momentum_decay": 4e-3, "mu_product": 0.2}])
 def test_a_step_of_any_kind_is_a_whole_number(options: dict[str, float]) -> None:
     """torch stores it in a float32 tensor; the power must not be computed in float32."""
-    made = laws.Adam(lr=0.1, step=torch.tensor(3.0), **options)  # type: ignore[arg-type]
-    assert made == laws.Adam(lr=0.1, step=3, **options) and type(made.step) is int
-    assert made.term() == laws.Adam(lr=0.1, step=3, **options).term()
+    made = laws.AdamNumbers(lr=0.1, step=torch.tensor(3.0), **options)  # type: ignore[arg-type]
+    assert made == laws.AdamNumbers(lr=0.1, step=3, **options) and type(made.step) is int
+    assert made.term() == laws.AdamNumbers(lr=0.1, step=3, **options).term()
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_number_out_of_range(rule: str, name: str, value: float, says: str) ->
 )
 def test_what_excludes_each_other(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"^{next(iter(options))}: needs"):
-        laws.Sgd(**{**_SGD, **options})
+        laws.SgdNumbers(**{**_SGD, **options})
 
 
 def test_numbers_are_values() -> None:
@@ -92,8 +92,8 @@ def test_numbers_are_values() -> None:
         assert made == rule(**numbers) and hash(made) == hash(rule(**numbers))
         with pytest.raises(dataclasses.FrozenInstanceError):
             made.lr = 0.2
-    assert laws.Adam(**_ADAM, betas=[0.9, 0.999]) == laws.Adam(**_ADAM)  # type: ignore[arg-type]
-    assert laws.Sgd(0.1, 0.9, dampening=-0.5).gain == 1.5  # as in torch
+    assert laws.AdamNumbers(**_ADAM, betas=[0.9, 0.999]) == laws.AdamNumbers(**_ADAM)  # type: ignore[arg-type]
+    assert laws.SgdNumbers(0.1, 0.9, dampening=-0.5).gain == 1.5  # as in torch
 
 
 # Learning rates that kernels read from memory.
@@ -117,8 +117,8 @@ def test_a_tensor_on_the_cpu_is_read_at_once() -> None:
     w, v, out = tensors(2)
     st.predict(w, v, lr=torch.tensor(0.5), steps=torch.tensor([2.0]), out=out)  # type: ignore[arg-type]
     assert all(map(torch.equal, out, st.predict(w, v, lr=0.5, steps=2)))
-    assert type(laws.Sgd(torch.tensor(0.5), 0.9).lr) is float  # type: ignore[arg-type]
-    assert type(laws.Adam(torch.tensor(0.5), step=1).lr) is float  # type: ignore[arg-type]
+    assert type(laws.SgdNumbers(torch.tensor(0.5), 0.9).lr) is float  # type: ignore[arg-type]
+    assert type(laws.AdamNumbers(torch.tensor(0.5), step=1).lr) is float  # type: ignore[arg-type]
 
 
 def _without_storage() -> Tensor:
@@ -154,7 +154,7 @@ def test_a_rate_that_cannot_be(
 
 def test_adam_takes_its_rate_from_the_host() -> None:
     with pytest.raises(TypeError, match=r"lr: expected a number, got .*Rate"):
-        laws.Adam(in_memory(0.5), step=1)
+        laws.AdamNumbers(in_memory(0.5), step=1)
     w, v = lists = tensors(1)
     plan, decoupled = st.Plan(w, momentum_buffers=v), {"decoupled_weight_decay": True, **_DECAYED}
     call = partial(plan.predict_, lr=in_memory(0.5), **decoupled, steps=_FAR)

@@ -22,8 +22,8 @@ import spectrain_ext as st
 from spectrain_ext import laws
 
 F32 = torch.float32
-_SGD = laws.Sgd(0.1, 0.9)
-_ADAM = laws.Adam(0.01, step=4)
+_SGD = laws.SgdNumbers(0.1, 0.9)
+_ADAM = laws.AdamNumbers(0.01, step=4)
 
 
 @pytest.mark.parametrize("name", ["sgd_step_", "adam_step_"])
@@ -197,7 +197,7 @@ def test_more_second_order_predictions_than_one_pass_writes_are_refused() -> Non
 def test_a_group_without_tensors_has_numbers_all_the_same() -> None:
     w = [torch.zeros(3), torch.zeros(3)]
     plan = GroupPlan([0, 2], w, grads=[torch.ones(3)] * 2)
-    plan.step([laws.Sgd(1.0, 0.0), laws.Sgd(7.0, 0.0), laws.Sgd(3.0, 0.0)])
+    plan.step([laws.SgdNumbers(1.0, 0.0), laws.SgdNumbers(7.0, 0.0), laws.SgdNumbers(3.0, 0.0)])
     assert [t.tolist() for t in w] == [[-1.0] * 3, [-3.0] * 3]
     with pytest.raises(ValueError, match="in all groups, or in none"):
-        plan.step([laws.Sgd(1.0, 0.0), laws.Sgd(7.0, 0.9), laws.Sgd(3.0, 0.0)])
+        plan.step([laws.SgdNumbers(1.0, 0.0), laws.SgdNumbers(7.0, 0.9), laws.SgdNumbers(3.0, 0.0)])

@@ -23,7 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Tenso
 import spectrain_ext as st
 from spectrain_ext.pipeline import fitting
 
-PROGRESS = "spectrain_ext.tools.metrics.progress"
+PROGRESS = "spectrain_ext.tools.metrics.progress_bar"
 
 
 @every_method
@@ -140,7 +140,7 @@ def test_progress_in_a_terminal(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(
-        "spectrain_ext.tools.metrics.progress.perf_counter", itertools.count().__next__
+        "spectrain_ext.tools.metrics.progress_bar.perf_counter", itertools.count().__next__
     )
     pipe, data = st.Pipeline(tanh_stages(2), sgd(), mse, clip_norm=1e-9), batches(3, size=4)
     means = pipe.fit(data, epochs=2, progress=True)
@@ -170,7 +170,7 @@ def test_the_norm_that_is_shown_is_of_no_minibatch_that_was_skipped(monkeypatch)
     monkeypatch.setattr("sys.stderr", terminal := Terminal())
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setattr(
-        "spectrain_ext.tools.metrics.progress.perf_counter", itertools.count().__next__
+        "spectrain_ext.tools.metrics.progress_bar.perf_counter", itertools.count().__next__
     )
     data, more = batches(3, size=4), {"clip_norm": 1.0, "passes": [st.passes.CheckFinite("skip")]}
     pipe = st.Pipeline(tanh_stages(2), sgd(), mse, "pipedream", **more)

@@ -167,7 +167,7 @@ def test_a_damaged_plan(tmp_path, change, why):
 
 
 def test_what_is_no_plan(tmp_path):
-    said = "plan: expected a file's name, a Plan or its document, got"
+    said = "plan: expected a file's name, a TrainingPlan or its document, got"
     with pytest.raises(TypeError, match=said):
         st.partition(linears(), plan=3)
     with pytest.raises(FileNotFoundError):

@@ -19,8 +19,8 @@ from spectrain_ext.passes.codecs import BFloat16, Int8
 from spectrain_ext.schedule import Place, count_stage, flushes
 from spectrain_ext.tools.planning import METHODS, Link, find_link
 from spectrain_ext.tools.planning.costs import Costs, Setting, Way, passes_of
-from spectrain_ext.tools.planning.plan import SYNCHRONOUS, expected, measurements
 from spectrain_ext.tools.planning.search import Search
+from spectrain_ext.tools.planning.training_plan import SYNCHRONOUS, expected, measurements
 
 FAST = Link("fast", 1e12)
 

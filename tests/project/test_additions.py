@@ -141,7 +141,7 @@ class Lion(Hyperparameters):
         return [Term(1.0, self.steps * numbers.lr)] if self.steps else []
 ''',
     ),
-    Addition("spectrain_ext/operators/steps.py", "from .numbers import Adam, ", "Lion, "),
+    Addition("spectrain_ext/operators/steps.py", "from .numbers import AdamNumbers, ", "Lion, "),
     Addition(
         "spectrain_ext/operators/steps.py",
         '    _step("adam_step_", locals())\n',
@@ -173,7 +173,7 @@ def lion_step_(
     ),
     Addition(
         "spectrain_ext/operators/steps.py",
-        "StepRow(Adam, adam_step_)",
+        "StepRow(AdamNumbers, adam_step_)",
         ", StepRow(Lion, lion_step_)",
     ),
     Addition(

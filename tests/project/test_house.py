@@ -7,6 +7,7 @@ import inspect
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from importlib import import_module
@@ -175,6 +176,18 @@ def test_no_circle_of_files() -> None:
     order.prepare()
 
 
+def test_no_two_files_or_classes_have_the_same_name() -> None:
+    files = [path.stem for path in MODULES if not path.stem.startswith("__")]
+    classes = [
+        node.name
+        for path in MODULES
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert [name for name, n in Counter(files).items() if n > 1] == []
+    assert [name for name, n in Counter(classes).items() if n > 1] == []
+
+
 def test_every_step_names_a_handler_that_exists() -> None:
     source = inspect.getsource(st.passes.Kind)
     named = re.findall(r"^    # ([\w.]+): .*\n(?:    # .*\n)*    (\w+) =", source, re.MULTILINE)
@@ -227,7 +240,7 @@ def test_the_command_line_is_known_to_itself_only() -> None:
     for path in MODULES:
         if room_of(path) != "tools.commands":
             used = {name.split(".")[0] for name in imported(path)} & {"click", "rich"}
-            shows = room_of(path) == "tools.metrics" and path.name == "progress.py"
+            shows = room_of(path) == "tools.metrics" and path.name == "progress_bar.py"
             assert used == ({"rich"} if shows else set()), path
 
 

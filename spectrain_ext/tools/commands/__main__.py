@@ -8,8 +8,8 @@ from spectrain_ext._C import build_info
 
 from .doctor import doctor
 from .options import printable
-from .plan import plan_command
-from .timeline import timeline
+from .plan_command import plan_command
+from .timeline_command import timeline
 
 
 class Group(click.Group):

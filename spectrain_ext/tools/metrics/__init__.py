@@ -1,7 +1,7 @@
 """Records traces and metrics of a run."""
 
 from .metrics import Metrics
-from .progress import progress_shown as progress_shown
+from .progress_bar import progress_shown as progress_shown
 from .trace import Trace
 
 __all__ = ["Metrics", "Trace"]

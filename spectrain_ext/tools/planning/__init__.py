@@ -2,7 +2,7 @@
 
 from .applied import planned_cut as planned_cut
 from .layers import LINKS, Layers, Link, find_link, measure_layers, read_layers, write_layers
-from .plan import METHODS, Candidate, Plan, plan, write_plan
+from .training_plan import METHODS, Candidate, TrainingPlan, plan, write_plan
 
 __all__ = [
     "LINKS",
@@ -10,7 +10,7 @@ __all__ = [
     "Candidate",
     "Layers",
     "Link",
-    "Plan",
+    "TrainingPlan",
     "find_link",
     "measure_layers",
     "plan",

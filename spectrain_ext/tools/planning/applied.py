@@ -66,7 +66,9 @@ def planned_cut(plan: str | os.PathLike[str] | Mapping[str, Any] | HasDocument) 
         document = plan.document()
     else:
         kind = type(plan).__name__
-        raise TypeError(f"plan: expected a file's name, a Plan or its document, got a {kind}")
+        raise TypeError(
+            f"plan: expected a file's name, a TrainingPlan or its document, got a {kind}"
+        )
     try:
         return _planned(document)
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -2,7 +2,7 @@
 
 from spectrain_ext.schedule import check_generator, device_order, validate
 
-from .ranks import simulate_ranks
+from .replicas import simulate_ranks
 from .timing import Durations, Lane, Span, Summary, simulate, streams, summarize
 
 __all__ = [

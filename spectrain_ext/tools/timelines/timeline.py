@@ -85,7 +85,7 @@ def draw_timeline(
     drawn = list(spans)
     if not drawn:
         raise ValueError("spans: expected at least one, got none")
-    rows = Rows(drawn, devices)
+    rows = TimelineRows(drawn, devices)
     first, last = min(span.start for span in drawn), max(span.end for span in drawn)
     if last == first:
         last = first + 1.0
@@ -111,7 +111,7 @@ def draw_timeline(
     return left_out
 
 
-class Rows:
+class TimelineRows:
     def __init__(self, drawn: Sequence[Span], devices: Sequence[int] | None) -> None:
         stages = 1 + max(span.stage for span in drawn)
         self._named = "stage" if devices is None else "device"
@@ -150,7 +150,7 @@ def finish_axes(axes: Any, whole: tuple[float, float], stages: int) -> None:
 def draw_rows(
     axes: Any,
     drawn: Sequence[Span],
-    rows: Rows,
+    rows: TimelineRows,
     whole: tuple[float, float],  # start and end
     communication: bool,
     edge: float = 0.5,
@@ -186,7 +186,7 @@ def _place(row: int, lane: Lane, communication: bool) -> tuple[float, float] | N
 
 
 def _write_numbers(
-    axes: Any, drawn: Sequence[Span], rows: Rows, points: float, versions: bool
+    axes: Any, drawn: Sequence[Span], rows: TimelineRows, points: float, versions: bool
 ) -> str | None:
     """Write the numbers of blocks into them; return how many had no room, in words."""
     parted = any(span.microbatch for span in drawn)

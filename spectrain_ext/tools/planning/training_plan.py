@@ -148,7 +148,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """The result of ``plan``.
 
     Attributes:
@@ -242,7 +242,7 @@ def plan(
     methods: Sequence[MethodName | str | Method] = METHODS,
     state: int = 1,
     codec: Codec | Codecs | None = None,
-) -> Plan:
+) -> TrainingPlan:
     """Choose how to train a model on some devices.
 
     This compares every number of stages, replicas and microbatches, both windows and all methods.
@@ -320,7 +320,7 @@ def plan(
     if not ways:
         raise ValueError(_nothing(search, devices, batch)) from search.refusal
     candidates = sorted(map(_candidate, ways.values()), key=lambda candidate: candidate._rank)
-    return Plan(
+    return TrainingPlan(
         devices,
         batch,
         links,
@@ -413,7 +413,7 @@ def _nothing(search: Search, devices: int, batch: int) -> str:
     )
 
 
-def write_plan(path: str | os.PathLike[str], plan: Plan) -> None:
+def write_plan(path: str | os.PathLike[str], plan: TrainingPlan) -> None:
     """Write ``plan.document()`` to a JSON file, for ``partition(plan=...)``.
 
     Example:

@@ -18,7 +18,7 @@ from spectrain_ext.tools.planning import (
     METHODS,
     Layers,
     Link,
-    Plan,
+    TrainingPlan,
     find_link,
     measure_layers,
     plan,
@@ -262,7 +262,7 @@ def _measured(name: str | None, device: str) -> Layers:
     return layers
 
 
-def _table(planned: Plan) -> Table:
+def _table(planned: TrainingPlan) -> Table:
     links = ", ".join(dict.fromkeys(link.name for link in planned.links))
     table = plain_table(
         f"{planned.devices} devices, {planned.batch} samples a minibatch, {links}",
@@ -292,7 +292,7 @@ def _table(planned: Plan) -> Table:
     return table
 
 
-def _missed(planned: Plan) -> Iterator[str]:
+def _missed(planned: TrainingPlan) -> Iterator[str]:
     pairs = dict.fromkeys((each.method, each.quality) for each in planned.candidates)
     for method, quality in pairs:
         if quality is not None and math.isinf(quality.updates):
