@@ -118,6 +118,17 @@ def fraction(name: str, value: SupportsFloat) -> float:
 
 
 _WHOLE = 2**53  # a float represents every int up to here
+_new = object.__new__
+
+
+def whole_step(value: SupportsFloat) -> int:
+    """Return the number of a step, an int >= 1; torch stores it as a float32 tensor."""
+    if type(value) is int and 0 < value < _WHOLE:
+        return value
+    step = number("step", value)
+    if step < 1 or step != int(step):
+        raise ValueError(f"step: expected a whole number >= 1, got {value!r}")
+    return int(step)
 
 
 def horizon(name: str, value: SupportsFloat) -> float:
@@ -250,7 +261,7 @@ class SgdNumbers(Hyperparameters):
         return sign, self.l2, self.momentum, self.gain, 0.0, 0.0, step
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, which `at` would copy one by one
 class AdamNumbers(Hyperparameters):
     """Hyperparameters of torch.optim's Adam, AdamW or NAdam."""
 
@@ -280,15 +291,19 @@ class AdamNumbers(Hyperparameters):
             raise kind(f"betas: expected a pair of numbers, got {self.betas!r}") from None
         betas = fraction("betas[0]", first), fraction("betas[1]", second)
         object.__setattr__(self, "betas", betas)
-        if type(self.step) is not int or not 0 < self.step < _WHOLE:
-            step = number("step", self.step)
-            if step < 1 or step != int(step):
-                raise ValueError(f"step: expected a whole number >= 1, got {self.step!r}")
-            object.__setattr__(self, "step", int(step))  # torch stores it as a float32 tensor
+        object.__setattr__(self, "step", whole_step(self.step))
         if self.momentum_decay is not None:
             decay = non_negative("momentum_decay", self.momentum_decay)
             object.__setattr__(self, "momentum_decay", decay)
             object.__setattr__(self, "mu_product", fraction("mu_product", self.mu_product))
+
+    def at(self, step: int, mu_product: float | None = None) -> AdamNumbers:
+        """Return the hyperparameters of another step, whose numbers are valid: none is checked."""
+        made = _new(AdamNumbers)
+        made.__dict__.update(self.__dict__, step=step)
+        if mu_product is not None:
+            made.__dict__["mu_product"] = mu_product
+        return made
 
     def mu(self, step: float) -> float:
         """Return NAdam's momentum at an update (Dozat 2016, torch's schedule)."""

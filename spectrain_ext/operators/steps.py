@@ -18,7 +18,7 @@ from typing import Any, Unpack
 from .calls import Gradients, Lists, Role, Step, StepOptions, Tensors, Written, step_arguments
 from .laws import Horizon, Law, as_law
 from .library import Row, operator
-from .numbers import AdamNumbers, SgdNumbers
+from .numbers import AdamNumbers, SgdNumbers, whole_step
 
 #: By the name of an argument, of a plan or a step.
 ROLES = {
@@ -30,6 +30,7 @@ ROLES = {
 }
 
 _PLAIN = frozenset((float, int, bool, type(None)))
+_PLAIN_OR_PAIR = _PLAIN | {tuple}
 _HORIZONS = _PLAIN - {bool}
 
 
@@ -42,7 +43,9 @@ class StepRow(Row):
         self.columns = [(name, ROLES[name]) for name in self.lists[1:]]
         self.numbers = tuple(name for name in rule.__match_args__ if name in self.keywords)
         self.numbers_in = itemgetter(*self.numbers)
-        self._counts = "step" in self.numbers  # no step has the numbers of the one before
+        # Where steps are counted: the place of the count. No step has that of the one before.
+        self._count = self.numbers.index("step") if "step" in self.numbers else None
+        self._pair = self.numbers.index("betas") if "betas" in self.numbers else None
 
     def arguments(
         self,
@@ -52,17 +55,35 @@ class StepRow(Row):
     ) -> Step:
         if not isinstance(first_step, bool):
             raise TypeError(f"first_step: expected a bool, got {first_step!r}")
-        plain = len(predict) == 0 or _HORIZONS.issuperset(map(type, predict))
-        if plain and not self._counts and _PLAIN.issuperset(map(type, numbers)):
-            return _remembered_step(self, numbers, tuple(predict))
-        laws = _remembered_laws(tuple(predict)) if plain else _laws(predict)
-        return step_arguments([self.rule(*numbers)], laws, first_step)
+        laws = None
+        if len(predict) == 0 or _HORIZONS.issuperset(map(type, predict)):
+            if self._count is None and _PLAIN.issuperset(map(type, numbers)):
+                return _remembered_step(self, numbers, tuple(predict))
+            laws = _remembered_laws(tuple(predict))
+        return step_arguments([self._checked(numbers)], laws or _laws(predict), first_step)
+
+    def _checked(self, numbers: tuple[Any, ...]) -> Any:
+        """Return hyperparameters; of plain ones, all but the count are checked once."""
+        c, pair = self._count, () if self._pair is None else numbers[self._pair]
+        if (
+            c is None
+            or type(pair) is not tuple
+            or not _PLAIN_OR_PAIR.issuperset(map(type, (*numbers, *pair)))
+        ):
+            return self.rule(*numbers)
+        others = (*numbers[:c], 1, *numbers[c + 1 :])
+        return _remembered_numbers(self.rule, others).at(whole_step(numbers[c]))
 
 
 @lru_cache(maxsize=256)
 def _remembered_step(row: StepRow, numbers: tuple[Any, ...], predict: tuple[Any, ...]) -> Step:
     """Cache plain numbers: most steps of a training loop have the same ones."""
     return step_arguments([row.rule(*numbers)], _laws(predict))
+
+
+@lru_cache(maxsize=256)
+def _remembered_numbers(rule: Any, numbers: tuple[Any, ...]) -> Any:
+    return rule(*numbers)
 
 
 @lru_cache(maxsize=256)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -82,9 +82,7 @@ class Rule:
         """Return the hyperparameters of the step that led to these scalars."""
         if isinstance(numbers, SgdNumbers):
             return numbers
-        if numbers.momentum_decay is None:
-            return replace(numbers, step=int(scalars[0]))
-        return replace(numbers, step=int(scalars[0]), mu_product=scalars[1])
+        return numbers.at(int(scalars[0]), *scalars[1:])
 
     def rests(self, scalars: Scalars) -> bool:
         """Return whether state exists but no step has been made with it."""

@@ -23,20 +23,7 @@ class Cursor:
         self.updated = 0  # minibatches that the stage has updated from
         # By minibatch in flight: each microbatch's share of the samples, 0 before it has arrived.
         self.shares: dict[int, list[float]] = {}
-        self.current: Instruction | None = None  # the one that is running
-        self.step = 0  # at which of its steps it goes on
         self.finished = False  # whether the stage has nothing left to do
-
-    def wait_at(self, step: int) -> None:
-        """Go on with the running instruction at this one of its steps."""
-        self.step = step
-
-    def complete(self) -> None:
-        """End the running instruction; an update ends its minibatch."""
-        if self.current is not None and self.current.kind is Kind.UPDATE:
-            self.shares.pop(self.current.minibatch, None)
-            self.updated = self.current.minibatch + 1
-        self.current = None
 
     def add(self, microbatches: int) -> None:
         """Add a minibatch; a small one has fewer microbatches than the schedule."""
@@ -65,8 +52,13 @@ class Cursor:
 
     def take(self) -> Instruction | None:
         """Advance to the next instruction and return it; None: the stage has finished."""
-        self.current, self.step = self.peek() if self.limited else self.upcoming, 0
-        self.finished = self.current is None
-        if not self.finished:
+        taken = self.peek() if self.limited else self.upcoming
+        self.finished = taken is None
+        if taken is not None:
             self.upcoming = next(self._instructions, None)
-        return self.current
+        return taken
+
+    def end_minibatch(self, i: int) -> None:
+        """Note that the stage has updated from it."""
+        self.shares.pop(i, None)
+        self.updated = i + 1

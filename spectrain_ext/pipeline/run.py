@@ -287,17 +287,15 @@ class Run:
         by_index = {stage.stage.index: stage for stage in self.stages}
         # Their updates wait for a later instruction: for the gradient norm of another stage.
         late: list[StageRun] = []
-        while any(stage.cursor.current or stage.cursor.peek() for stage in self.stages):
+        while any(stage.upcoming() for stage in self.stages):
             k, instruction = next(order)
-            cursor = by_index[k].cursor
-            if cursor.current is not None:
+            if by_index[k].waits:
                 raise _stuck([by_index[k]])
-            if cursor.peek() == instruction:  # otherwise the run does not contain it
-                cursor.take()
+            if by_index[k].upcoming() == instruction:  # otherwise the run does not contain it
                 late.append(by_index[k])
             for stage in late:
                 stage.advance()
-            late = [stage for stage in late if stage.cursor.current is not None]
+            late = [stage for stage in late if stage.waits]
             yield
 
     def _leave(self) -> None:
@@ -368,8 +366,7 @@ class Run:
 
 
 def _stuck(stages: Iterable[StageRun]) -> RuntimeError:
-    cursors = [(stage.stage.index, stage.cursor) for stage in stages]
-    heads = ", ".join(f"stage {k} at {c.current or c.peek()}" for k, c in cursors)
+    heads = ", ".join(f"stage {each.stage.index} at {each.upcoming()}" for each in stages)
     return RuntimeError(f"no stage can go on: {heads}")
 
 

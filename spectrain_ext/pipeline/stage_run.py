@@ -10,7 +10,7 @@ from torch import Tensor
 from spectrain_ext.errors import RankError, StageError
 from spectrain_ext.interrupts import STATE, boundary
 from spectrain_ext.method import factor_of
-from spectrain_ext.schedule import Kind, steps
+from spectrain_ext.schedule import Instruction, Kind, steps
 from spectrain_ext.schedule.lowering import ORDER
 from spectrain_ext.transport import Buffer
 
@@ -70,6 +70,8 @@ class StageRun:
         self._of_passes: list[Mapping[Kind, Handler]] = []
         self._program: dict[Kind, list[list[_Step]]] = {}  # by instruction, for each microbatch
         self._joined: Sequence[Kind] = ()  # see ``write_program``
+        # An instruction that waits for an input, and at which of its steps.
+        self._waiting: tuple[Instruction, int] | None = None
 
     def begin(self) -> None:
         """Take the weights; whatever happens, ``compute.end`` and the stage put all back."""
@@ -118,14 +120,19 @@ class StageRun:
     def advance(self) -> bool:
         """Run the next instruction and joined ones until one waits; return whether a step ran."""
         cursor, progress = self.cursor, False
-        while cursor.current is not None or cursor.take() is not None:
-            assert cursor.current is not None
-            instruction, i, j = cursor.current
-            of_instruction = self._program[instruction][j]
-            for number in range(cursor.step, len(of_instruction)):
+        while True:
+            if self._waiting is not None:
+                taken, first = self._waiting
+            elif (next_one := cursor.take()) is not None:
+                taken, first = next_one, 0
+            else:
+                break
+            computes, i, j = taken
+            of_instruction = self._program[computes][j]
+            for number in range(first, len(of_instruction)):
                 kind, waits_for, run = of_instruction[number]
                 if waits_for is not None and not waits_for:
-                    cursor.wait_at(number)
+                    self._waiting = taken, number
                     return progress
                 if STATE.pending is not None:
                     boundary()
@@ -142,12 +149,22 @@ class StageRun:
                 progress = True
                 if cursor.minibatches is not None and i >= cursor.minibatches:
                     break  # the stage has learned that the run ended before this
-            cursor.complete()
-            progress = True
+            self._waiting, progress = None, True
+            if computes is Kind.UPDATE:
+                cursor.end_minibatch(i)
             following = cursor.upcoming
             if following is None or following[0] not in self._joined:
                 break
         return progress
+
+    @property
+    def waits(self) -> bool:
+        """Whether an instruction that has begun waits for an input."""
+        return self._waiting is not None
+
+    def upcoming(self) -> Instruction | None:
+        """Return the instruction that waits or comes next, as far as is known now."""
+        return self.cursor.peek() if self._waiting is None else self._waiting[0]
 
     def end(self) -> None:
         """Put back what the run has changed, and free what it holds; may be repeated."""
