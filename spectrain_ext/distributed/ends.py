@@ -34,7 +34,7 @@ from .failures import is_broken_connection
 from .links import TAG_BODY, TAG_FRAME, TAG_LAYOUT, ConnectionGuard, RemoteEdge
 
 _CPU = torch.device("cpu")
-# A header: number of the message, whether it ends the run; parts of the minibatch, value (float64),
+# A header: number of the message, whether it ends the run; parts of the minibatch, share (float64),
 # samples; number of the layout and bytes of its text (0: announced before); bytes of the body, and
 # whether it follows in the same frame.
 _HEADER = Struct("=q?qdqqqq?")
@@ -59,10 +59,10 @@ class _Frame(FlatMemory):
         _HEADER.pack_into(self.whole.numpy().data, 0, number, *fields)
 
     def read(self, number: int) -> tuple[Header | None, int, int, int, bool]:
-        found, ends, parts, value, samples, *sizes = _HEADER.unpack_from(self.whole.numpy().data)
+        found, ends, parts, share, samples, *sizes = _HEADER.unpack_from(self.whole.numpy().data)
         if found != number:
             raise ValueError(f"expected message {number}, got {found}")
-        return None if ends else Header(parts, value, samples), *sizes
+        return None if ends else Header(parts, share, samples), *sizes
 
 
 def _encoded(layout: Layout) -> bytes:

@@ -83,7 +83,7 @@ class Ranks(Processes):
         stages: Sequence[Stage],
         methods: Sequence[AppliedMethod],
         copies: Sequence[Copy],
-        counted: bool,
+        has_count: bool,
     ) -> Sequence[TiedStages]:
         """Compare settings with the other ranks and open links; every rank calls this."""
         board, replicas, first = self._board, self.replicas, stages[0]
@@ -96,7 +96,7 @@ class Ranks(Processes):
             "replicas": list(replicas.counts),
             **self.terms(methods),
             "device": first.device.type,
-            "count": "given" if counted else "none",
+            "count": "given" if has_count else "none",
             "group": "a mesh with 'tp'" if self.sharded else "whole stages",
             "passes": repr(self._given_passes),
             **self._settings,
@@ -314,21 +314,21 @@ def _sum_up(
     stage, losses = of.stage, run.losses
     total.send_rest(of.count_of(i))
     stage.compute.record(stage.computed)
-    number, counted = nan, nan
+    own_loss, own_count = nan, nan
     if losses is not None:
         loss, count, _ = losses.own[i]
-        number = loss.item()
-        counted = nan if count is None else count.item()
+        own_loss = loss.item()
+        own_count = nan if count is None else count.item()
     elif shared is not None:
-        number = shared.known.get(i, nan)
+        own_loss = shared.known.get(i, nan)
     stage.predict.wait(stage.computed)
-    number, counted = total.finish((number, counted), stage.predict)
+    loss_sum, count_sum = total.finish((own_loss, own_count), stage.predict)
     if shared is not None:
-        shared.known[i] = number
+        shared.known[i] = loss_sum
     if losses is not None:
         loss, count, kept = losses.own.pop(i)
-        loss = torch.full_like(loss, number)
+        loss = torch.full_like(loss, loss_sum)
         if count is not None:
-            count = torch.full_like(count, counted)
+            count = torch.full_like(count, count_sum)
             loss = mean_of(loss, count)
         run.results.append(Result(i, loss, kept, count))

@@ -175,8 +175,10 @@ def prediction(groups: Numbers, laws: Sequence[Law]) -> Prediction:
 
 
 def _rates(groups: Numbers) -> Rates:
-    rates = tuple([each.lr.tensor if isinstance(each.lr, Rate) else None for each in groups])
-    return None if rates.count(None) == len(rates) else rates
+    rates = [each.lr for each in groups]
+    if Rate not in map(type, rates):
+        return None
+    return tuple([rate.tensor if isinstance(rate, Rate) else None for rate in rates])
 
 
 def step_arguments(

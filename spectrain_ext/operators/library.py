@@ -73,7 +73,7 @@ _OPTIONS = {
 
 
 class _Form(NamedTuple):
-    """How a schema has an argument that is neither a list of tensors nor a number."""
+    """The form in a schema of an argument that is neither a list of tensors nor a number."""
 
     schema: str
     # From the argument and the number of tensors to the schema's arguments, and back: the latter

@@ -22,9 +22,9 @@ from .calls import (
 from .functions import sgd_prediction
 from .laws import Horizon, as_law
 from .numbers import AdamNumbers, horizon
-from .steps import ROLES, ROWS
+from .steps import ROLES, ROWS, AdamSteps
 
-_SGD, _ADAM = ROWS["sgd_step_"], ROWS["adam_step_"]
+_SGD = ROWS["sgd_step_"]
 
 
 class Plan:
@@ -108,6 +108,7 @@ class Plan:
         given = lists.tuple_of(grads) if grads is not None else (None,) * len(self._params)
         self._set_given(given)
         self._n_outs: int = self._native.n_outs
+        self._adam_steps = AdamSteps()
         self._columns = [name for name, arrays in columns.items() if arrays is not None]
 
     def __repr__(self) -> str:
@@ -184,9 +185,9 @@ class Plan:
         **options: Unpack[StepOptions],
     ) -> None:
         """Make a step and write predictions; see `spectrain_ext.adam_step_`, and `sgd_step_`."""
-        first = lr, betas, eps, weight_decay, step, decoupled_weight_decay, maximize
-        numbers = (*first, momentum_decay, mu_product)
-        made = _ADAM.arguments(numbers, self._horizons(predict), False)
+        first = lr, betas, eps, weight_decay, decoupled_weight_decay, maximize
+        others = (*first, momentum_decay, mu_product)
+        made = self._adam_steps.arguments(step, others, self._horizons(predict))
         self._native.step(*made, False, options, stream)
 
     # Versions of the weights.

@@ -81,8 +81,8 @@ class PredictingOptimizer(torch.optim.Optimizer):
     def _prepare(self, momentum_dtype: torch.dtype | None) -> None:
         """Prepare for the parameter groups that torch's constructor will add."""
         self._momentum_dtype = momentum_dtype
-        self._turn = RLock()
-        self.stepper = Stepper(self, self._rule, momentum_dtype, self._turn)
+        self._lock = RLock()
+        self.stepper = Stepper(self, self._rule, momentum_dtype, self._lock)
 
     profile_hook_step = staticmethod(hooked)
 
@@ -117,7 +117,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
         """Return what deepcopy and pickle keep; RuntimeError while the weights are predicted."""
         self.stepper.refuse_while_predicted("copying or pickling the optimizer")
         kept: dict[str, Any] = super().__getstate__()
-        with self.stepper.owners_turn():
+        with self.stepper.owner_ordered():
             kept["state"] = type(self.state)(
                 dict, ((p, self._saved_entry(entry)) for p, entry in self.state.items())
             )
@@ -143,7 +143,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
         Scalar state, and all state of a bound optimizer, is copied, because torch.save would write
         the whole buffer behind a view.
         """
-        with self.stepper.owners_turn():
+        with self.stepper.owner_ordered():
             result: dict[str, Any] = without_compiler(super().state_dict)()
             result["state"] = {k: self._saved_entry(v) for k, v in result["state"].items()}
             return result
@@ -171,7 +171,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
 
         handle = self.register_load_state_dict_pre_hook(take_state)  # after the caller's
         try:
-            with self.stepper.owners_turn():
+            with self.stepper.owner_ordered():
                 without_compiler(super().load_state_dict)(state_dict)
         finally:
             self._loading = None

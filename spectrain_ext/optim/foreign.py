@@ -149,18 +149,18 @@ class Foreign(Ordered):
     def _copied(self, _: object, state_dict: dict[str, Any]) -> dict[str, Any]:
         if self._buffers is None:
             return state_dict
-        with self.owners_turn():
+        with self.owner_ordered():
             state = _mapped(state_dict["state"], lambda tensor: tensor.detach().clone())
             return {**state_dict, "state": state}
 
     def _before_load(self, _: object, state_dict: dict[str, Any]) -> None:
-        with self.owners_turn():
+        with self.owner_ordered():
             self._loading = state_dict if self._wide else None
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
         """Undo torch's cast of state to the parameters' dtypes, and use the parameters' strides."""
         loading, self._loading = self._loading, None
-        with self.owners_turn():
+        with self.owner_ordered():
             if loading is not None:
                 saved_groups = loading["param_groups"]
                 for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):

@@ -40,7 +40,7 @@ def exclusive(method: F) -> F:
 
     @wraps(method)
     def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with deferred(), self._turn:
+        with deferred(), self._lock:
             return method(self, *args, **kwargs)
 
     return cast(F, alone)
@@ -54,17 +54,17 @@ class Ordered:
 
     _order: WeakMethod[Callable[[], AbstractContextManager[object]]] | None = None
 
-    def order_by(self, turn: Callable[[], AbstractContextManager[object]]) -> None:
+    def order_by(self, ordered: Callable[[], AbstractContextManager[object]]) -> None:
         """Enter the context manager from this bound method when state is read or loaded.
 
         An owner that steps on its own streams orders them with the caller's there. Only a weak
         reference to it is kept.
         """
-        self._order = WeakMethod(turn)
+        self._order = WeakMethod(ordered)
 
-    def owners_turn(self) -> AbstractContextManager[object]:
-        turn = None if self._order is None else self._order()
-        return nullcontext() if turn is None else turn()
+    def owner_ordered(self) -> AbstractContextManager[object]:
+        ordered = None if self._order is None else self._order()
+        return nullcontext() if ordered is None else ordered()
 
 
 class SaveGuard:

@@ -69,11 +69,11 @@ class Stepper(Ordered):
         optimizer: torch.optim.Optimizer,
         rule: Rule,
         state_dtype: torch.dtype | None,
-        turn: RLock,  # the optimizer's: threads that share it take turns
+        lock: RLock,  # the optimizer's: threads that share it take turns
     ) -> None:
         self._optimizer: Callable[[], Any] = ref(optimizer)
         self.rule, self._state_dtype = rule, state_dtype
-        self._turn = turn
+        self._lock = lock
         self._overridden = unwrap(type(optimizer).step).__module__ != _OWN_STEP
         self._ordered: tuple[float, Write | None] | None = None  # of a step by the optimizer
         self.hooks: Hooks | None = None
@@ -270,7 +270,7 @@ class Stepper(Ordered):
             finally:
                 self._ordered = None
             return True
-        with self._turn:
+        with self._lock:
             if self._predicted is not None:
                 self.refuse_while_predicted("step")
             outs, law = write or (None, None)

@@ -201,7 +201,7 @@ class Compute:
             with self._stage.computing(reads=(slot.buffer,)):
                 for unpack in self._received_activation:
                     slot.message = unpack(i, j, slot.message)
-        self._cursor.shares[i][j] = header.value
+        self._cursor.shares[i][j] = header.share
         self._received = slot
 
     def pass_on_end(self) -> None:

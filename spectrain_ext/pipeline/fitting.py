@@ -147,9 +147,9 @@ class _Losses:
         """Return the mean loss from one minibatch to before another; nan if nothing counts."""
         self._ask(len(self._waiting))
         known = zip(self._losses[first:end], self._counts[first:end], strict=True)
-        counted = [(loss, count) for loss, count in known if count]
-        total = sum(count for _, count in counted)
-        return sum(loss * count for loss, count in counted) / total if total else nan
+        weighted = [(loss, count) for loss, count in known if count]
+        total = sum(count for _, count in weighted)
+        return sum(loss * count for loss, count in weighted) / total if total else nan
 
     def means(self, lengths: Sequence[int]) -> list[float]:
         return [self.mean(*ends) for ends in pairwise(accumulate(lengths, initial=0))]

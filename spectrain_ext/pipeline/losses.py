@@ -127,11 +127,11 @@ class Losses:
         loss_fn: LossFn,
         keep: Keep | None,
         results: deque[Result],
-        counted: bool,  # whether ``count`` gives the divisors of the losses in advance
+        has_count: bool,  # whether ``count`` gives the divisors of the losses in advance
         held: bool,  # whether the results wait for other replicas
     ) -> None:
         self._last, self._loss_fn, self._results = last, loss_fn, results
-        self._counted, self._held = counted, held
+        self._has_count, self._held = has_count, held
         self._finished = hooks(last.stage.passes, "finished")
         self._keep = keep
         # By minibatch, until the other replicas' arrive: loss, count and kept values.
@@ -156,7 +156,7 @@ class Losses:
             stage.compute.record(stage.computed)
         now.samples.append(compute.samples)
         if ends:
-            self._append_result(i, now, now.samples if self._counted else shares, mean)
+            self._append_result(i, now, now.samples if self._has_count else shares, mean)
             self._now = None
 
     def _receive_targets(self) -> Targets:
@@ -186,11 +186,11 @@ class Losses:
             loss, count = checked_loss(returned, stage.device)
             if self._keep is not None:
                 now.kept.append(_kept(self._keep, output, target))
-            count = None if self._counted else count
+            count = None if self._has_count else count
             # The loss's weight in that of the minibatch; a sum is divided later.
             weight = share if count is None else 1.0
             part = loss.detach() if weight == 1.0 else loss.detach() * weight
-            if self._counted and not weight:
+            if self._has_count and not weight:
                 part = part * nan  # the mean of nothing
             for note in compute.lost:
                 note(i, j, part)

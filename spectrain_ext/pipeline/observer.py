@@ -1,4 +1,4 @@
-"""Defines ``Observer``, which watches a run, and marks its actions as torch.profiler ranges."""
+"""Defines ``Observer``, which watches a run, and marks its steps as torch.profiler ranges."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .passes import Handler
     from .stage_run import StageRun
 
-#: The actions that are shown. First their ranges of torch.profiler: "F17", or "F17.1" for
+#: The steps that are shown. First their ranges of torch.profiler: "F17", or "F17.1" for
 #: microbatch 1; on CUDA they mark CPU time, and the kernels in them show the device's. Then their
 #: kind of work, under which traces and metrics record them; None: they do not.
 ACTIONS: dict[Kind, tuple[str, str | None]] = {
@@ -39,12 +39,12 @@ ACTIONS: dict[Kind, tuple[str, str | None]] = {
 
 
 class Observer:
-    """The base of objects passed to ``Pipeline.run`` as ``trace``: sees actions and results.
+    """The base of objects passed to ``Pipeline.run`` as ``trace``: sees steps and results.
 
     Without one, a run calls nothing of this.
 
     Attributes:
-        ranges: whether every action is also a range of ``torch.profiler``.
+        ranges: whether every step is also a range of ``torch.profiler``.
 
     Example:
         >>> class Count(st.Observer):
@@ -70,9 +70,9 @@ class Observer:
         """
 
     def watch(self, run: StageRun, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
-        """Return the handlers that run a stage's actions, in place of the given ones.
+        """Return the handlers that run a stage's steps, in place of the given ones.
 
-        Called again when the method changes; actions count from 0 again then.
+        Called again when the method changes; steps count from 0 again then.
 
         Args:
             run: one stage in this run; ``run.stage`` is the stage.
@@ -100,7 +100,7 @@ def observers_of(trace: Observer | Sequence[Observer]) -> Sequence[Observer]:
 def observing(
     observers: Sequence[Observer], rules: Sequence[Rules], devices: Sequence[torch.device]
 ) -> Iterator[None]:
-    """Inside, observers watch a run; at the end, ``end`` of each that has begun is called."""
+    """Let observers watch a run; at its end call ``end`` of each that has begun."""
     begun: list[Observer] = []
 
     def end() -> None:

@@ -523,7 +523,7 @@ class Pipeline(nn.Module):
             return super().state_dict(*args, **kwargs)
 
     def weights(self) -> AbstractContextManager[None]:
-        """Inside a ``with`` block, the parameters of the stages here hold the true weights.
+        """Let the parameters of the stages here hold the true weights in a ``with`` block.
 
         Between two results of a run they may hold predicted or older ones. Inside, modules may be
         read, called, copied and saved, until the run is asked for its next result. Nothing is
@@ -639,7 +639,7 @@ class Pipeline(nn.Module):
 
     @property
     def skipped(self) -> tuple[int, ...]:
-        """How many updates each stage here has skipped, in all runs: see ``passes.CheckFinite``."""
+        """The updates that each stage here has skipped, in all runs: see ``passes.CheckFinite``."""
         return tuple(stage.skipped for stage in self._wires.stages)
 
     def collect(self, kind: type[P], measured: Callable[[P], Any]) -> list[list[Any]]:
@@ -698,7 +698,7 @@ class Pipeline(nn.Module):
 
     @property
     def phase(self) -> int:
-        """How many times a hybrid has changed."""
+        """The number of times that a hybrid has changed."""
         return self._reached()[0]
 
     @property

@@ -42,7 +42,7 @@ Depth = Callable[[Ends], int]
 
 
 class Processes:
-    """What a run asks of the processes that the pipeline spans: here, of a single one.
+    """The processes that the pipeline spans, as runs see them: here, a single one.
 
     ``run``, ``stage`` and ``wires`` are a ``Run``, a ``StageRun`` and ``Wires``, whose files import
     this one.
@@ -66,7 +66,7 @@ class Processes:
         stages: Sequence[Stage],
         methods: Sequence[AppliedMethod],  # of the training, one after another
         copies: Sequence[Copy],  # of other stages' weights, in these stages
-        counted: bool,  # whether ``count`` is given
+        has_count: bool,  # whether ``count`` is given
     ) -> Sequence[TiedStages]:
         """Check what all processes must agree on; return all ties of the pipeline."""
         check_hidden([hidden_use(stage.weights for stage in stages)])

@@ -35,11 +35,11 @@ _made: WeakSet[Run] = WeakSet()  # of all pipelines
 
 
 class Work(NamedTuple):
-    """What a run does."""
+    """The settings of a run: what it computes, and from where it counts."""
 
     mode: Mode
     call: Callable[..., Any]  # the loss function; in an evaluation, what measures
-    counted: bool = False  # whether ``count`` gives the divisors of the losses in advance
+    has_count: bool = False  # whether ``count`` gives the divisors of the losses in advance
     minibatches: int = 0  # of training, before the run
     done: int = 0  # those of them under the same method
     keep: Keep | None = None
@@ -93,7 +93,7 @@ class Run:
 
     @property
     def begun(self) -> int:
-        """How many minibatches have begun."""
+        """The number of minibatches that have begun."""
         return self.stages[0].cursor.added if self.stages else self._begun
 
     @property
@@ -179,7 +179,7 @@ class Run:
                 loss_fn=work.call,
                 keep=work.keep,
                 results=self.results,
-                counted=work.counted,
+                has_count=work.has_count,
                 held=held,
             )
         self._order = processes.order(schedule, applied.places)
@@ -303,7 +303,7 @@ class Run:
         if self.wires.source is not None:
             self.wires.source.leave()
 
-    # The caller's turn, between two results.
+    # What the caller does between two results.
 
     @property
     def is_looked_at(self) -> bool:
@@ -348,7 +348,7 @@ class Run:
         self._open, self.stages, self.losses = False, [], None
 
     def _abandon(self) -> None:
-        """After a failure: wait for all streams, and forget what was in flight."""
+        """Wait for all streams after a failure, and forget what was in flight."""
         streams = list(self.wires.streams())
         for stream in streams:
             stream.leave()

@@ -35,7 +35,7 @@ _NONE = object()  # no batch is left
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """What a pipeline knows of the form of its batches."""
+    """The form of the caller's batches: dimensions of samples, and the count of a target."""
 
     split_dim: SplitDim  # the dimension of the samples
     count: Callable[[Any], float | Tensor] | None  # of a target: what its loss is divided by
@@ -99,10 +99,10 @@ class BatchSource:
         count = len(parts)
         sizes = [part.samples for part in parts]
         self.samples += sum(sizes)
-        weights = self._weights(sizes, batch)
-        for part, weight, edges in zip(parts, weights, self._inputs, strict=False):
+        shares = self._shares(sizes, batch)
+        for part, share, edges in zip(parts, shares, self._inputs, strict=False):
             for edge in edges:
-                send_batch(edge, part.input, self._batch, Header(count, weight, part.samples))
+                send_batch(edge, part.input, self._batch, Header(count, share, part.samples))
         for edge, numbers in self._targets.items():
             targets = [parts[n].target for n in numbers if n < count]
             if not self._whole and count > 1:
@@ -126,7 +126,7 @@ class BatchSource:
                 )
         return microbatches
 
-    def _weights(self, sizes: Sequence[int], batch: Any) -> list[float]:
+    def _shares(self, sizes: Sequence[int], batch: Any) -> list[float]:
         """Return each microbatch's share of its update's samples, or 1 / ``count(target)``."""
         if self._count is not None and not self._whole:
             divisor = 0.0

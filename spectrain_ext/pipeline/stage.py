@@ -107,7 +107,7 @@ class Stage:
 
     @property
     def shared(self) -> tuple[Buffer, ...]:
-        """What the caller may use between two instructions."""
+        """The memory that the caller may use between two instructions."""
         return (*self.memory, *self._shared)
 
     def share(self, buffer: Buffer) -> None:
@@ -116,7 +116,7 @@ class Stage:
     def computing(
         self, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = (), weights: bool = False
     ) -> AbstractContextManager[object]:
-        """Inside, work is issued to the compute stream, for these buffers.
+        """Issue work to the compute stream in a ``with`` block, for these buffers.
 
         ``weights``: it reads the working weights too. On the CPU nothing needs ordering.
         """
@@ -128,7 +128,7 @@ class Stage:
 
     @contextmanager
     def changing_gradients(self, wide: bool = False) -> Iterator[list[Tensor]]:
-        """Inside, gradients may be changed in place, and weights read, between backward and update.
+        """Allow changes of gradients, and reads of weights, between a backward and the update.
 
         ``wide``: first give gradients the dtype of their true weights, see ``master_dtype``.
         Yields the gradients of the stage's trainable parameters, without those that have none.
@@ -143,7 +143,7 @@ class Stage:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Inside, an observer may read the weights, ordered with all writes to them."""
+        """Let an observer read the weights in a ``with`` block, ordered with all writes to them."""
         # On the stream that writes them: this waits for no other stage and no communication.
         with self.predict.using(reads=self.memory), torch.no_grad():
             yield
@@ -260,7 +260,7 @@ class Stage:
             self.guard.take(self.guarded)
 
     def lend(self) -> None:
-        """Before the caller gets control: put gradients in flight and optimizers out of reach."""
+        """Put gradients in flight and optimizers out of reach, before the caller gets control."""
         self._aside = [(p, gradient) for p in self.guarded if (gradient := p.grad) is not None]
         for p, _ in self._aside:
             p.grad = None

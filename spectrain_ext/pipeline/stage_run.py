@@ -193,7 +193,7 @@ class StageRun:
 
     @property
     def divisor(self) -> Tensor | None:
-        """What the loss of the minibatch that is being finished is divided by; None: a mean."""
+        """The divisor of the loss of the minibatch that is being finished; None: it is a mean."""
         return None if self._updates is None else self._updates.divisor
 
     def count_of(self, i: int) -> Tensor | None:

@@ -39,7 +39,7 @@ class _Readings:
         return last != reading
 
 
-def depth_of(place: Place, put_off: int, counted: bool) -> int:
+def depth_of(place: Place, put_off: int, counts_horizon: bool) -> int:
     """Return how many versions of a tied parameter may be under way or in use at once, at most.
 
     These are the versions that the microbatches in flight read, and the one that the stage with the
@@ -49,7 +49,7 @@ def depth_of(place: Place, put_off: int, counted: bool) -> int:
     """
     window = place.window + put_off - 1
     updates = -(-(window - 1) // place.microbatches)
-    return min(window, 1 + updates * (1 + counted)) + 1
+    return min(window, 1 + updates * (1 + counts_horizon)) + 1
 
 
 def _refuse_hooks(stage: Stage, named: Iterable[tuple[str, Tensor]]) -> None:
@@ -97,7 +97,7 @@ class Lender:
         self._readings = _Readings(method, places[0], places[self.tie.home])
 
     def send_weights(self, i: int, j: int) -> None:
-        """Before a forward: send the weights that it reads, unless they are the same as before."""
+        """Send the weights that the next forward reads, unless they are the same as before."""
         if self._readings.differ(i, j):
             self._send([p.detach() for p in self._params], self.stage.working)
 
@@ -123,7 +123,7 @@ class Lender:
         self.weights.end()
 
     def add_gradients(self, i: int, j: int) -> None:
-        """Before an update: add the copies' gradient of the minibatch to this stage's own."""
+        """Add the copies' gradient of the minibatch to this stage's own, before the update."""
         if self.gradients is None:
             return
         stage, slot = self.stage, self.gradients.receive()
@@ -206,7 +206,7 @@ class Borrower:
         return [each.held.data for each in self._copies]
 
     def receive_weights(self, i: int, j: int) -> None:
-        """Before a forward: compute with what the owner's forward has read."""
+        """Point the copies at the weights that the owner's forward has read, before a forward."""
         if self._readings.differ(i, j):
             self._receive()
         assert self._now is not None
@@ -230,7 +230,7 @@ class Borrower:
             each.held.data = tensor  # without a copy
 
     def load_weights(self, i: int, j: int) -> None:
-        """Before a backward, or half of one: compute with what its forward had."""
+        """Point the copies at their forward's weights, before a backward or half of one."""
         self._compute_with(self._of[i, j])
 
     def free_weights(self, i: int, j: int) -> None:
@@ -239,7 +239,7 @@ class Borrower:
         self._free_unless_used(slot)
 
     def send_gradients(self, i: int, j: int) -> None:
-        """Before an update: send the gradient of the minibatch to the owner."""
+        """Send the gradient of the minibatch to the owner, before the update."""
         if self.gradients is None:
             return
         stage = self.stage

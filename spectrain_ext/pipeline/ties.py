@@ -65,7 +65,7 @@ class Copy:
         self.held = held
 
     def follow(self, changed: bool = False) -> None:
-        """Between runs: copy the home's value if ``changed``, or if it was modified in place."""
+        """Copy the home's value, between runs, if ``changed`` or if it was modified in place."""
         original = self.original
         if original is None or self.held is original:
             return

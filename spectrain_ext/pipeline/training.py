@@ -79,7 +79,7 @@ def _by_one_method(
     work = Work(
         mode=Mode.TRAIN,
         call=pipe._loss_fn,
-        counted=pipe._batches.count is not None,
+        has_count=pipe._batches.count is not None,
         minibatches=pipe.minibatches,
         done=pipe.minibatches - pipe._reached()[1],
         keep=keep,

@@ -15,7 +15,7 @@ from .ties import Copy
 
 
 class TrueWeights(AbstractContextManager[None]):
-    """Inside, the stages' parameters hold the true weights, and their modules may be saved."""
+    """Lets the stages' parameters hold the true weights, so that their modules may be saved."""
 
     # A class, as in interrupts.py: an interrupt inside contextlib's code would bypass the end. One
     # on the way to the end does; the run then ends this before it goes on.

@@ -66,19 +66,19 @@ class StageView(Protocol):
         """Whether a pass leaves out the update of the minibatch that the stage is finishing."""
 
     def changing_gradients(self, wide: bool = False) -> AbstractContextManager[list[Tensor]]:
-        """Inside, gradients may be changed in place, and weights read, between backward and update.
+        """Allow changes of gradients, and reads of weights, between a backward and the update.
 
         ``wide``: first give gradients the dtype of their true weights, see ``master_dtype``.
         Yields the gradients of the stage's trainable parameters, without those that have none.
         """
 
     def reading(self) -> AbstractContextManager[None]:
-        """Inside, weights and optimizer state may be read."""
+        """Allow reads of weights and optimizer state in a ``with`` block."""
 
     def computing(
         self, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = (), weights: bool = False
     ) -> AbstractContextManager[object]:
-        """Inside, work is issued to ``compute``, for these buffers."""
+        """Issue work to ``compute`` in a ``with`` block, for these buffers."""
 
     def weights_written(self) -> None:
         """Order later computation after all weights written so far."""
@@ -106,7 +106,7 @@ class RunView(Protocol):
 
     @property
     def divisor(self) -> Tensor | None:
-        """What the loss of the minibatch that is being finished is divided by; None: a mean."""
+        """The divisor of the loss of the minibatch that is being finished; None: it is a mean."""
 
     def number_of(self, i: int) -> int:
         """Return a minibatch's number in all runs, without those of which nothing remained."""

@@ -137,8 +137,8 @@ class Wires:
 
             tie = self.tied[0][to]
             # Where horizons are counted, a tied weight may change more often.
-            counted = method.forward_horizon == "counted"
-            return depth_of(places[tie.home], put_off(method.schedule, places[tie.copy]), counted)
+            counts = method.forward_horizon == "counted"
+            return depth_of(places[tie.home], put_off(method.schedule, places[tie.copy]), counts)
         receiver = self._replicas.stage_and_replica(to)[0]
         postponed = put_off(method.schedule, places[receiver])
         if traffic is Traffic.ACTIVATIONS:
@@ -248,7 +248,7 @@ class Wires:
 
     @contextmanager
     def caller_ordered(self) -> Iterator[None]:
-        """Inside, the caller's stream may use weights, optimizer state and module buffers."""
+        """Let the caller's stream use weights, optimizer state and buffers, in a ``with`` block."""
         self.let_caller_follow()
         yield
         self.follow_caller()

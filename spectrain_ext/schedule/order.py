@@ -30,7 +30,7 @@ def _sender(k: int, instruction: Instruction) -> int:
 
 
 def device_order(
-    actions: Sequence[Iterable[Instruction]],
+    instructions: Sequence[Iterable[Instruction]],
     device_of: Sequence[int],
     minibatches: int | None = None,
 ) -> Iterator[tuple[int, Instruction]]:
@@ -48,7 +48,7 @@ def device_order(
     same time.
 
     Args:
-        actions: the instructions of each stage; finite, or endless with ``minibatches``.
+        instructions: the instructions of each stage; finite, or endless with ``minibatches``.
         device_of: the device of every stage, from 0.
         minibatches: the length of the run; None: all instructions.
 
@@ -62,10 +62,10 @@ def device_order(
         >>> [(stage, each.kind.value) for stage, each in order][:3]
         [(0, 'forward'), (1, 'forward'), (1, 'backward')]
     """
-    n = len(actions)
+    n = len(instructions)
     if len(device_of) != n:
         raise ValueError(f"device_of: expected one device per stage, {n}, got {len(device_of)}")
-    following = [bounded(actions[k], k, minibatches) for k in range(n)]
+    following = [bounded(instructions[k], k, minibatches) for k in range(n)]
     heads = [next(stage, None) for stage in following]
     # In each of these pairs, backwards are at index False and forwards at True.
     inboxes: tuple[list[deque[tuple[Instruction, int]]], ...] = (  # with the time of arrival
@@ -183,7 +183,7 @@ def open_ledgers(
 
 
 def validate(
-    actions: Sequence[Iterable[Instruction]],
+    instructions: Sequence[Iterable[Instruction]],
     *,
     minibatches: int | None = None,
     microbatches: int | None = None,
@@ -199,7 +199,7 @@ def validate(
     dropped.
 
     Args:
-        actions: the instructions of each stage; finite, or endless with ``minibatches``. Read
+        instructions: the instructions of each stage; finite, or endless with ``minibatches``. Read
             lazily: memory does not grow with the length of the run.
         minibatches: the length of the run.
         microbatches: the number in every minibatch; None: any.
@@ -211,7 +211,7 @@ def validate(
 
     Raises:
         ScheduleError: names the stage, the instruction, and what was expected.
-        ValueError: ``windows`` or ``rules`` has another length than ``actions``.
+        ValueError: ``windows`` or ``rules`` has another length than ``instructions``.
 
     Example:
         >>> from spectrain_ext.simulation import streams, validate
@@ -219,7 +219,7 @@ def validate(
         >>> [max(count.delays) for count in counts]
         [2, 1, 0]
     """
-    streams, ledgers = open_ledgers(actions, rules, windows, microbatches)
+    streams, ledgers = open_ledgers(instructions, rules, windows, microbatches)
     for k, instruction in device_order(streams, range(len(streams)), minibatches):
         ledgers[k].enter(instruction)
     return [ledger.close(minibatches) for ledger in ledgers]

@@ -185,13 +185,11 @@ def tensors_in(anything: object) -> Iterator[Tensor]:
 
 
 class Header(NamedTuple):
-    """Numbers that are sent along with a message."""
+    """Numbers of a microbatch, which are sent along with its inputs."""
 
     parts: int = 1  # microbatches of its minibatch
-    # With an input: the microbatch's share of the minibatch's samples. With a gradient: the loss as
-    # far as it is known, or nan.
-    value: float = 0.0
-    samples: int = 0  # with an input: of the microbatch
+    share: float = 0.0  # of the minibatch's samples, or 1 / ``count(target)``
+    samples: int = 0  # of the microbatch
 
 
 NO_HEADER = Header()

@@ -179,7 +179,7 @@ def lion_step_(
     Addition(
         "spectrain_ext/operators/plan.py",
         """
-        made = _ADAM.arguments(numbers, self._horizons(predict), False)
+        made = self._adam_steps.arguments(step, others, self._horizons(predict))
         self._native.step(*made, False, options, stream)
 """,
         '''

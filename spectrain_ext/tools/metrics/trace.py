@@ -1,4 +1,4 @@
-"""Records when each action of a run ran, on the CPU or on its device."""
+"""Records when each step of a run ran, on the CPU or on its device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from spectrain_ext.pipeline import StageRun
 
 Mark = float | torch.cuda.Event
-#: Stage, kind, minibatch, microbatch, start and end of an action.
+#: Stage, kind, minibatch, microbatch, start and end of a step.
 Action = tuple[int, Kind, int, int, Mark, Mark]
 
 WORK = {kind: work for kind, (_, work) in ACTIONS.items() if work is not None}
@@ -30,18 +30,18 @@ class _Part:
     """A part of a run under one method."""
 
     records: list[Action] = field(default_factory=list)  # which count minibatches from its start
-    # Of each stage here: its rules, and what makes the actions of stage 0; None: no weights.
+    # Of each stage here: its rules, and what makes the instructions of stage 0; None: no weights.
     stages: dict[int, tuple[Rules, Callable[[], Iterator[Instruction]]] | None] = field(
         default_factory=dict
     )
 
 
 class Trace(Observer):
-    """Records the times of a run's actions: pass it to ``Pipeline.run``, then read its ``spans``.
+    """Records the times of a run's steps: pass it to ``Pipeline.run``, then read its ``spans``.
 
-    On the CPU an action's time is from its call to its return, and stages run in turn. On CUDA it
-    is the time between two events on the action's stream, without waits for its own stage. Marking
-    costs some microseconds of CPU time per action. Loads, forwards, losses, backwards, updates and
+    On the CPU a step's time is from its call to its return, and stages run in turn. On CUDA it
+    is the time between two events on the step's stream, without waits for its own stage. Marking
+    costs some microseconds of CPU time per step. Loads, forwards, losses, backwards, updates and
     sends are recorded; pulling a batch and receiving are not.
 
     A trace holds the latest run, in memory that grows with the run's length.
@@ -85,9 +85,9 @@ class Trace(Observer):
         return marked(run, handlers, part.records)
 
     def spans(self) -> list[Span]:
-        """Return the recorded actions, in order per stage, in seconds from the first one's start.
+        """Return the recorded steps, in order per stage, in seconds from the first one's start.
 
-        Waits for CUDA devices. After a failed run, these are the actions that ended.
+        Waits for CUDA devices. After a failed run, these are the steps that ended.
         """
         spans: list[Span] = []
         lane_ends: dict[tuple[int, Lane], float] = {}
@@ -103,21 +103,21 @@ class Trace(Observer):
                 if kind in COMPUTE:
                     version, horizon = ledgers[k].enter(Instruction(kind, i, j))
                     version += before
-                # An event on an idle stream is recorded at once, although the action after it waits
+                # An event on an idle stream is recorded at once, although the step after it waits
                 # for the stage's computation.
                 free = max(lane_ends.get((k, lane), 0.0), lane_ends.get((k, "compute"), 0.0))
                 begun = max(self._seconds(start) - first, free)
                 ended = max(self._seconds(end) - first, begun)
                 lane_ends[k, lane] = ended
                 spans.append(Span(k, lane, kind, before + i, j, begun, ended, version, horizon))
-            # A rank learns of the end of a run after some actions of a minibatch without an update.
+            # A rank learns of the end of a run after some steps of a minibatch without an update.
             done = (i for _, kind, i, *_ in part.records if kind is Kind.UPDATE)
             before += 1 + max(done, default=-1)
         return spans
 
     @property
     def origin(self) -> float:
-        """The start of the first action in seconds since 1970, for ``write_trace``."""
+        """The start of the first step in seconds since 1970, for ``write_trace``."""
         return self._wall + self._first()
 
     def _first(self) -> float:

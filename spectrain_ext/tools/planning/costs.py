@@ -201,8 +201,8 @@ class Costs:
         d, replicas = self.durations, self.way.replicas
         sent, back = d.activation[:-1], d.gradient[1:]
         microbatches = [place.microbatches for place in self.places]
-        turns = zip(d.load_forward, d.forward, d.load_backward, d.backward, strict=True)
-        once = [sum(turn) for turn in turns]
+        lengths = zip(d.load_forward, d.forward, d.load_backward, d.backward, strict=True)
+        once = list(map(sum, lengths))
         work = [m * o + u for m, o, u in zip(microbatches, once, d.update, strict=True)]
         # The busiest wire at a stage: of one direction, or the inbound one.
         ends = [0.0, *sent], [*back, 0.0], [*sent, 0.0], [0.0, *back]
@@ -236,15 +236,15 @@ class Costs:
         generate = find_generator(self.way.method.schedule)
         if len(set(self.way.replicas)) == 1 and (cores is None or cores >= self._replicas.ranks):
             # Pipelines beside one another, on devices of their own: one stands for all.
-            actions = [generate(place) for place in self.places]
-            spans = simulate(actions, self.durations, minibatches=minibatches)
+            instructions = [generate(place) for place in self.places]
+            spans = simulate(instructions, self.durations, minibatches=minibatches)
         else:
-            actions = [
+            instructions = [
                 generate(self.places[self._replicas.stage_and_replica(rank)[0]])
                 for rank in range(self._replicas.ranks)
             ]
             spans = simulate_ranks(
-                actions, self.durations, self._replicas, minibatches=minibatches, cores=cores
+                instructions, self.durations, self._replicas, minibatches=minibatches, cores=cores
             )
         return max(summarize(spans).period, self.bound)
 

@@ -108,10 +108,10 @@ class _Machine:
             next(self._ranks[rank], None)
             yield from self._spans
             self._spans.clear()
-        for rank, turn in enumerate(self._pending):
-            if turn is not None:
+        for rank, instruction in enumerate(self._pending):
+            if instruction is not None:
                 stage, _ = self._replicas.stage_and_replica(rank)
-                raise ScheduleError(stage, receive(turn), "never arrives: no rank can go on")
+                raise ScheduleError(stage, receive(instruction), "never arrives: no rank can go on")
 
     def _rank(self, rank: int, instructions: Iterator[Instruction]) -> Iterator[None]:
         """Run a rank's instructions; yield while it computes or waits."""
@@ -120,9 +120,9 @@ class _Machine:
         takes = takes_of(d, stage)
         edge = {True: d.activation[stage], False: d.gradient[stage]}
         free = {True: 0.0, False: 0.0}  # when its edges to the next and the previous stage are free
-        for turn in instructions:
-            self._pending[rank] = turn
-            kind, i, j = turn
+        for instruction in instructions:
+            self._pending[rank] = instruction
+            kind, i, j = instruction
             load, compute = takes[kind]
             forward, microbatch = kind is Kind.FORWARD, replica + j * counts[stage]
             if kind is Kind.UPDATE:
@@ -135,12 +135,12 @@ class _Machine:
                 self._compute(rank, load)
                 yield
                 if self._begun[rank] < self._now:
-                    self._note(rank, turn._replace(kind=LOADS[kind]))
+                    self._note(rank, instruction._replace(kind=LOADS[kind]))
                 self._receive(rank, stage, (rank, forward, i, microbatch), kind)
                 yield
                 self._compute(rank, compute)
             yield
-            self._note(rank, turn)
+            self._note(rank, instruction)
             to = stage + (1 if forward else -1)
             if kind in SENDS and 0 <= to < len(counts):
                 end = self._now
@@ -155,8 +155,8 @@ class _Machine:
         self._begun[rank] = self._now
         heappush(self._running, (self._served + duration, next(self._order), rank))
 
-    def _note(self, rank: int, turn: Instruction) -> None:
-        self._spans.append(Span(rank, "compute", *turn, self._begun[rank], self._now, None))
+    def _note(self, rank: int, instruction: Instruction) -> None:
+        self._spans.append(Span(rank, "compute", *instruction, self._begun[rank], self._now, None))
 
     def _receive(self, rank: int, stage: int, message: _Message, kind: Kind) -> None:
         source = 0 if kind is Kind.FORWARD else self._replicas.stages - 1
