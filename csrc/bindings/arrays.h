@@ -85,6 +85,7 @@ class Arrays {
   void check_gradients_writable();
   Column borrow_gradients(const py::tuple& grads, Loans& loans) const;
   void check_gradients_in_place();
+  bool has_gradients(const py::tuple& grads) const;
   void check_apart(const Borrowed& b, const Place& place, const std::vector<Span>& others) const;
   void check_pinned(const Column& column) const;
 
@@ -104,7 +105,8 @@ class Arrays {
   bool gradients_known_ = false;
   std::vector<Watch> watches_;  // of kept_; empty for gradients
   Watch gradient_watch_;
-  int gradient_uses_ = 0;  // calls since they were set
+  size_t given_gradients_ = 0;  // when they were watched: those that are not None
+  int gradient_uses_ = 0;       // calls since they were set
 };
 
 }  // namespace spectrain

@@ -37,14 +37,28 @@ void Arrays::check_pinned(const Column& column) const {
   }
 }
 
+// Whether these are the objects that the plan has, as after zero_grad(set_to_none=False).
+bool Arrays::has_gradients(const py::tuple& grads) const {
+  if (!gradients_known_ || grads.size() != grads_.size()) return false;
+  for (size_t i = 0; i < grads.size(); ++i) {
+    if (!item(grads, i).is(item(grads_, i))) return false;
+  }
+  return true;
+}
+
 void Arrays::set_gradients(const py::tuple& grads) {
+  bool same = has_gradients(grads);
+  // Asking torch whether they are in place takes a quarter of the time of borrowing them again.
+  if (same && gradient_watch_.unchanged(given_gradients_)) return;
   Loans loans{first(), {}};
   Column column = borrow_gradients(grads, loans);
   if (plan->gradients_pinned()) check_pinned(column);
+  same = same && column.at == plan->grads.at && column.dtype == plan->grads.dtype;
   grads_ = grads;
   gradient_loans_ = std::move(loans);
   gradients_known_ = true;
   gradients_writable_ = false;
+  if (same) return;
   gradient_watch_ = Watch();
   gradient_uses_ = 0;
   if (column.at != plan->grads.at || column.dtype != plan->grads.dtype) {
@@ -85,11 +99,14 @@ void Arrays::check_gradients_in_place() {
   }
   if (gradient_uses_ != 2) return;
   Watch watch;
+  given_gradients_ = 0;
   for (size_t i = 0; i < grads_.size(); ++i) {
-    if (!grads_[i].is_none() && plan->size_of_item(i) > 0) {
-      watch.add(grads_[i], plan->grads.at[i], i);
+    if (!grads_[i].is_none()) {
+      ++given_gradients_;
+      watch.add(grads_[i], plan->size_of_item(i) > 0 ? plan->grads.at[i] : nullptr, i);
     }
   }
+  watch.remember_layouts();
   gradient_watch_ = std::move(watch);
 }
 

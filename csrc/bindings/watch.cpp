@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 #include <pybind11/gil_safe_call_once.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "borrow.h"
@@ -19,6 +20,10 @@ struct TorchAbi {
   // Creates a tensor with the same storage: sizes, strides, offset.
   int (*reinterpret)(void* handle, int64_t ndim, const int64_t* sizes, const int64_t* strides,
                      int64_t offset, void** result);
+  int (*dtype)(void* handle, int32_t* result);
+  int (*dim)(void* handle, int64_t* result);
+  int (*sizes)(void* handle, int64_t** result);
+  int (*strides)(void* handle, int64_t** result);
 };
 
 template <class F>
@@ -37,6 +42,10 @@ const TorchAbi& torch_abi() {
     find(library, "aoti_torch_delete_tensor_object", &found.delete_handle);
     find(library, "aoti_torch_get_data_ptr", &found.data_ptr);
     find(library, "aoti_torch__reinterpret_tensor", &found.reinterpret);
+    find(library, "aoti_torch_get_dtype", &found.dtype);
+    find(library, "aoti_torch_get_dim", &found.dim);
+    find(library, "aoti_torch_get_sizes", &found.sizes);
+    find(library, "aoti_torch_get_strides", &found.strides);
     return found;
   }();
   return abi;
@@ -47,6 +56,19 @@ bool is_torch_tensor(py::handle array) {
   type.call_once_and_store_result(
       [] { return py::object(py::module_::import("torch").attr("Tensor")); });
   return PyObject_TypeCheck(array.ptr(), reinterpret_cast<PyTypeObject*>(type.get_stored().ptr()));
+}
+
+struct Layout {
+  int32_t dtype = 0;
+  int64_t dim = 0;
+  int64_t *sizes = nullptr, *strides = nullptr;
+};
+
+// Returns whether torch gave the layout; a subclass may have none.
+bool read(void* impl, Layout& layout) {
+  const TorchAbi& torch = torch_abi();
+  return torch.dtype(&impl, &layout.dtype) == 0 && torch.dim(&impl, &layout.dim) == 0 &&
+         torch.sizes(&impl, &layout.sizes) == 0 && torch.strides(&impl, &layout.strides) == 0;
 }
 
 // Returns a new handle. Not from `_cdata`, which a subclass can answer as it likes.
@@ -96,6 +118,36 @@ std::optional<size_t> Watch::moved() const {
     if (data_ptr(&impl, &now) != 0 || now != tensor.at) return tensor.index;
   }
   return std::nullopt;
+}
+
+void Watch::remember_layouts() {
+  layouts_.clear();
+  for (const Tensor& tensor : tensors_) {
+    Layout layout;
+    if (!read(tensor.impl, layout)) {
+      layouts_.clear();
+      return;
+    }
+    layouts_.push_back(layout.dtype);
+    layouts_.push_back(layout.dim);
+    layouts_.insert(layouts_.end(), layout.sizes, layout.sizes + layout.dim);
+    layouts_.insert(layouts_.end(), layout.strides, layout.strides + layout.dim);
+  }
+}
+
+bool Watch::unchanged(size_t arrays) const {
+  if (tensors_.size() != arrays || layouts_.empty() || moved()) return false;
+  const int64_t* known = layouts_.data();
+  for (const Tensor& tensor : tensors_) {
+    Layout now;
+    if (!read(tensor.impl, now) || known[0] != now.dtype || known[1] != now.dim) return false;
+    known += 2;
+    if (!std::equal(now.sizes, now.sizes + now.dim, known)) return false;
+    known += now.dim;
+    if (!std::equal(now.strides, now.strides + now.dim, known)) return false;
+    known += now.dim;
+  }
+  return true;
 }
 
 Watch::~Watch() {

@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
 #include <optional>
 #include <vector>
 
@@ -33,6 +34,10 @@ class Watch {
   void add(py::handle array, const void* at, size_t index);
   // Returns the index of the first moved array. All methods need the GIL.
   std::optional<size_t> moved() const;
+  // Remembers dtypes, sizes and strides of the arrays added so far.
+  void remember_layouts();
+  // Whether these arrays are where they were, with the layouts that were remembered.
+  bool unchanged(size_t arrays) const;
 
  private:
   struct Tensor {
@@ -42,9 +47,13 @@ class Watch {
     const void* at;
     size_t index;
   };
-  void swap(Watch& other) noexcept { tensors_.swap(other.tensors_); }
+  void swap(Watch& other) noexcept {
+    tensors_.swap(other.tensors_);
+    layouts_.swap(other.layouts_);
+  }
 
   std::vector<Tensor> tensors_;
+  std::vector<int64_t> layouts_;  // one after another: dtype, dimensions, sizes, strides
 };
 
 // Whether `now` still matches the snapshot `seen`. In a snapshot a tuple stands for a list, a tuple

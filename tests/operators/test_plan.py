@@ -103,25 +103,48 @@ def test_a_refresh_reads_some_gradients_from_the_parameters() -> None:
     ],
     ids=["transposed", "resized", "flat", "double"],
 )
-def test_a_refresh_refuses_a_gradient_that_changed_in_place(change: Any) -> None:
-    """It is the same object, maybe at the same address."""
+@pytest.mark.parametrize("steps", range(4))
+def test_a_refresh_refuses_a_gradient_that_changed_in_place(change: Any, steps: int) -> None:
+    """It is the same object, maybe at the same address. From the third step on it is watched."""
     w, g = torch.zeros(2, 2), torch.ones(2, 2)
     plan = st.Plan(w, grads=g)
-    plan.refresh()
+    for _ in range(steps):
+        plan.refresh()
+        plan.sgd_step_(lr=1.0, momentum=0.0)
     change(g)
     with pytest.raises(ValueError, match="grads: expected"):
         plan.refresh()
-    assert not w.any()
+    assert torch.equal(w, torch.full((2, 2), -float(steps)))
 
 
-def test_a_refresh_follows_a_replaced_storage() -> None:
-    w, g = torch.zeros(2), torch.ones(2)
-    plan = st.Plan(w, grads=g)
-    plan.refresh()
+@pytest.mark.parametrize("steps", range(4))
+def test_a_refresh_follows_a_replaced_storage(steps: int) -> None:
+    w, g, empty = torch.zeros(2), torch.ones(2), torch.zeros(0)
+    plan = st.Plan([w, empty, w.clone()], grads=[g, empty.clone(), None])
+    for _ in range(steps):
+        plan.refresh()
+        plan.sgd_step_(lr=1.0, momentum=0.0)
     g.data = torch.full((2,), 3.0)
     plan.refresh()
     plan.sgd_step_(lr=1.0, momentum=0.0)
-    assert w.tolist() == [-3.0, -3.0]
+    assert w.tolist() == [-3.0 - steps] * 2
+
+
+def test_an_adam_step_follows_its_numbers() -> None:
+    """Numbers that are the same objects are checked once: tensors among them may change."""
+    lr, betas = torch.tensor(0.5), (0.0, 0.0)
+    for k in range(1, 5):
+        w, g, m, u = torch.zeros(1), torch.ones(1), torch.zeros(1), torch.zeros(1)
+        plan = st.Plan(w, grads=g, exp_avgs=m, exp_avg_sqs=u, outs=[torch.zeros(1)])
+        for step in range(1, k + 1):
+            plan.adam_step_(lr=lr, betas=betas, eps=0.0, step=step, predict=[1])  # type: ignore[arg-type]
+        lr.fill_(0.25)
+        plan.adam_step_(lr=lr, betas=betas, eps=0.0, step=k + 1)  # type: ignore[arg-type]
+        lr.fill_(0.5)
+        assert w.item() == -0.5 * k - 0.25
+        for wrong in (0, 1.5, "2"):
+            with pytest.raises((TypeError, ValueError), match="step: expected"):
+                plan.adam_step_(lr=0.5, betas=betas, step=wrong)  # type: ignore[arg-type]
 
 
 def test_gradients_that_move_after_a_capture() -> None:

@@ -209,8 +209,8 @@ NO_NOUN = re.compile(
     re.IGNORECASE,
 )
 ROOMS = {
-    *("optim", "weights", "schedule", "method", "transport", "passes", "distributed"),
-    *("checkpoint", "partitioning"),
+    *("operators", "optim", "weights", "schedule", "method", "transport", "pipeline", "passes"),
+    *("distributed", "checkpoint", "partitioning"),
     *("cutting", "errors", "extras", "files", "interrupts", "later", "modules", "peers", "rng"),
     "threads",
 }
