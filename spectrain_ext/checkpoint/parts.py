@@ -93,7 +93,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class Part:
-    """One stage, or an uncut model."""
+    """One stage of a pipeline, or an uncut model, with its optimizer and scheduler."""
 
     stage: int
     module: nn.Module

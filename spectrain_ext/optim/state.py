@@ -22,7 +22,7 @@ WEIGHT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """An update rule."""
+    """An update rule: how a group is read, and which state of torch's it keeps."""
 
     numbers: Callable[[Group], Numbers]  # reads a group; step counts are those of the first step
     buffers: tuple[str, ...]  # keys of state shaped like the parameter, as in torch.optim

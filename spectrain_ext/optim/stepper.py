@@ -76,6 +76,7 @@ class Stepper(Ordered):
         self._lock = lock
         self._overridden = unwrap(type(optimizer).step).__module__ != _OWN_STEP
         self._ordered: tuple[float, Write | None] | None = None  # of a step by the optimizer
+        self._stepped = False  # whether that has come here
         self.hooks: Hooks | None = None
         self._guard = SaveGuard("its weights are predicted; leave the block of predicted() first")
         self._predicted: list[Rows] | None = None  # while weights are predicted in place
@@ -264,11 +265,13 @@ class Stepper(Ordered):
             or has_step_hooks(optimizer)
             or torch._C._autograd._profiler_enabled()
         ):
-            self._ordered = factor, write
+            self._ordered, self._stepped = (factor, write), False
             try:
                 optimizer.step()
             finally:
                 self._ordered = None
+            if write is not None and not self._stepped:
+                self._predict_without_step(*write, factor)
             return True
         with self._lock:
             if self._predicted is not None:
@@ -289,7 +292,18 @@ class Stepper(Ordered):
                     self._table = None
                 if self._home is None:
                     bump_versions(rows.updated())
+            self._stepped = True
         return False
+
+    def _predict_without_step(self, outs: Views, law: Law, factor: float) -> None:
+        """Write the predictions of a step that the optimizer's subclass has left out."""
+        try:
+            self.predict(outs, law, factor)
+        except ValueError as error:
+            raise RuntimeError(
+                f"{type(self._optimizer()).__name__}.step has not called super().step(), and {law} "
+                "predicts with the step's gradient; a pass can leave out updates (Pass.skips)"
+            ) from error
 
     def run_hooked(self, step: Callable[[], Any]) -> Any:
         """Run the optimizer's step with its hooks; those of a bound one have the true weights."""

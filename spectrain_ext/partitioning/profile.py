@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from spectrain_ext.errors import check_number
 from spectrain_ext.modules import is_valueless, modes_kept, set_mode, untouched
 from spectrain_ext.rng import forked_rng
-from spectrain_ext.transport.message import Value, as_value, each, refused, tensors_in
+from spectrain_ext.transport.message import Value, as_value, map_tensors, refused, tensors_in
 
 _CACHE = 4 * 2**20  # bytes, more than a core's own caches
 
@@ -119,7 +119,7 @@ def _timed(blocks: Sequence[nn.Module], value: Value, repeats: int) -> Iterator[
         last = index == len(blocks) - 1
         device = next((p.device for p in block.parameters()), None)
         if device is not None:
-            value = each(value, partial(Tensor.to, device=device))
+            value = map_tensors(value, partial(Tensor.to, device=device))
         saved: dict[int, int] = {}
         with untouched(block):
             # The first run is not timed: it counts saved bytes and warms caches.
@@ -151,7 +151,7 @@ def _forward_backward(
             torch.autograd.backward(roots, gradients)
         _wait(output)
         backward = time.perf_counter() - start
-    return forward + backward, forward, each(output, Tensor.detach)
+    return forward + backward, forward, map_tensors(output, Tensor.detach)
 
 
 def _profile(
@@ -256,7 +256,7 @@ def _entered(value: Value, index: int) -> Value:
         differentiable = leaf.is_floating_point() or leaf.is_complex()
         return leaf.requires_grad_(index > 0 and differentiable).clone()
 
-    return each(value, entered)
+    return map_tensors(value, entered)
 
 
 def _forget(value: Value) -> None:

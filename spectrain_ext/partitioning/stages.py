@@ -257,7 +257,7 @@ class Form(Protocol):
 
     @property
     def value(self) -> Any:
-        """The example."""
+        """The example input, as ``run`` takes it."""
 
     @property
     def columns(self) -> BatchColumns | None:

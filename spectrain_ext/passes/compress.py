@@ -16,7 +16,7 @@ from spectrain_ext.pipeline.tape import Entry
 from spectrain_ext.pipeline.views import RunView
 from spectrain_ext.rng import mixed_seed
 from spectrain_ext.schedule import Kind
-from spectrain_ext.transport.message import FLAT, TENSOR, Message, dense_strides, each
+from spectrain_ext.transport.message import FLAT, TENSOR, Message, dense_strides, map_tensors
 
 from .codecs import Codec, Codecs, codecs_of, is_coded
 
@@ -137,7 +137,7 @@ def crossed(codec: Codec, value: Any, *key: int) -> Any:
             now = _unpacked(codec, packed, like, False)
         return Entry.apply(tensor, now)  # type: ignore[no-any-return, no-untyped-call]
 
-    return each(value, cross)
+    return map_tensors(value, cross)
 
 
 def _packed(codec: Any, tensor: Tensor, backward: bool, key: tuple[int, ...]) -> Tensor:

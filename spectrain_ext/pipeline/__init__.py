@@ -1,17 +1,17 @@
 """Runs all stages of a pipeline in one process.
 
-Modules, in the order in which a minibatch passes them: ``pipeline`` is the interface, and
-``arguments`` checks what it gets. An ``executor`` begins and ends runs; ``run`` has the loop. The
-``wires`` join the stages to one another and to the caller by ``edges``, where ``batch`` splits
-minibatches into microbatches. In one run, a ``stage`` is a ``stage_run``: ``updates`` selects and
-changes its weights, ``compute`` runs forwards and backwards, of which a ``tape`` holds what is
-needed. ``passes`` add to that. ``losses`` go back to the caller. An
-``observer`` may watch a run. ``loops`` builds training from runs, ``evaluation`` an evaluation, and
-``segments`` one training from several runs.
+``pipeline`` is the interface; ``arguments`` checks what it gets, ``factories`` make optimizers, and
+``applied_method`` applies a method to stages. ``wires`` join the stages to one another and to the
+caller, whose batches ``source`` takes. ``training``, ``evaluation`` and ``fitting`` make a ``run``,
+which begins, lets its stages advance, and ends. In one run a ``stage`` is a ``stage_run``:
+``loads`` selects its weights, ``compute`` runs forwards and backwards, of which a ``tape`` holds
+what is needed, ``updates`` changes its weights. ``passes`` add to that. ``losses`` go back to the
+caller, whose loop ``loops`` follows. An ``observer`` may watch a run.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from spectrain_ext.later import attributes
 from spectrain_ext.transport import Microbatches
 
 from .losses import Result
@@ -21,10 +21,10 @@ from .stage import Stage
 from .stage_run import StageRun
 
 if TYPE_CHECKING:
-    from .observer import ACTIONS, Observer
+    from .observer import SHOWN_STEPS, Observer
 
 __all__ = [
-    "ACTIONS",
+    "SHOWN_STEPS",
     "Handler",
     "Microbatches",
     "Observer",
@@ -35,9 +35,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in ("ACTIONS", "Observer"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import observer  # loaded on first use
-
-    return getattr(observer, name)
+__getattr__, __dir__ = attributes(__name__, dict.fromkeys(("Observer", "SHOWN_STEPS"), "observer"))

@@ -1,19 +1,15 @@
-"""Determines the course of a training: by which methods, with which clipping and optimizers."""
+"""Applies methods to the stages of a pipeline, with clipping; refuses what does not fit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
 from spectrain_ext.method import Method, Window, check_optimizer, factor_of, phases_on, rules_at
 from spectrain_ext.schedule import Generator, Place, Replicas, Rules, count_stage, flushes
 from spectrain_ext.weights import StageMemory, StageWeights
-
-if TYPE_CHECKING:
-    pass
-
 
 #: Whose gradient norm clips.
 ClipScope = Literal["auto", "stage", "global"]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 #: The steps that are shown. First their ranges of torch.profiler: "F17", or "F17.1" for
 #: microbatch 1; on CUDA they mark CPU time, and the kernels in them show the device's. Then their
 #: kind of work, under which traces and metrics record them; None: they do not.
-ACTIONS: dict[Kind, tuple[str, str | None]] = {
+SHOWN_STEPS: dict[Kind, tuple[str, str | None]] = {
     Kind.LOAD_FORWARD: ("predict", "predict"),
     Kind.RECEIVE_ACTIVATION: ("recv", None),
     Kind.FORWARD: ("F{}", "forward"),
@@ -130,7 +130,7 @@ def with_observers(
     if not (profiler._is_profiler_enabled or any(observer.ranges for observer in observers)):
         return handlers
     return {
-        kind: partial(_ranged, ACTIONS[kind][0], handler) if kind in ACTIONS else handler
+        kind: partial(_ranged, SHOWN_STEPS[kind][0], handler) if kind in SHOWN_STEPS else handler
         for kind, handler in handlers.items()
     }
 

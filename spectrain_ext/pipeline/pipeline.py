@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -30,7 +31,7 @@ from spectrain_ext.rng import StageRandom
 from spectrain_ext.schedule import Place, Replicas
 from spectrain_ext.threads import warn_of_threads
 from spectrain_ext.transport import callers_stream
-from spectrain_ext.transport.message import each
+from spectrain_ext.transport.message import map_tensors
 from spectrain_ext.weights import StageMemory, StageWeights
 
 from .applied_method import AppliedMethod, ClipScope, applied, check_optimizers
@@ -46,6 +47,7 @@ from .arguments import (
     checked_microbatches,
     checked_stages,
     devices_of,
+    evaluating_part,
 )
 from .batch import SplitDim, sides_of
 from .compute import Mode
@@ -60,7 +62,7 @@ from .run import Run, Work
 from .source import BatchSettings, without_dropped_columns
 from .stage import Stage
 from .ties import copies_of
-from .training import trained
+from .training import follow_method, trained
 from .wires import Wires
 
 if TYPE_CHECKING:
@@ -204,7 +206,7 @@ class Pipeline(nn.Module):
                     ties=ties,
                     copies=self._copies,
                 )
-                self._follow_method()
+                follow_method(self)
                 # Not by a plain assignment: a loss that is a module is no part of the model.
                 object.__setattr__(self, "_loss_fn", loss_fn)
                 self._wires.follow_caller()
@@ -302,6 +304,45 @@ class Pipeline(nn.Module):
         results = trained(self, iter(checked_batches(batches)), observers, keep, begun)
         self._callers_loop.hold(results)
         return warn_unless_begun(results, begun)
+
+    def _warn_of_evaluation(self) -> None:
+        """Warn once: ``train()`` of the uncut model may not reach the stages of a cut."""
+        if self._warned:
+            return
+        for stage in self._wires.stages:
+            name = evaluating_part(stage.module)
+            if name is not None:
+                self._warned = True
+                part = f": {name!r}" if name else ""
+                warnings.warn(
+                    f"run: stages[{stage.index}]{part} is in evaluation mode: it trains without "
+                    "dropout and with fixed running statistics; call train() of the pipeline "
+                    "(that of the model that was cut may not reach its stages)",
+                    stacklevel=3,
+                )
+                return
+
+    def _train(
+        self, batches: Iterable[object], observers: Sequence[Observer], keep: Keep | None
+    ) -> Iterator[Result]:
+        """Train by one method, the one that training has reached."""
+        follow_method(self)
+        work = Work(
+            mode=Mode.TRAIN,
+            call=self._loss_fn,
+            has_count=self._batches.count is not None,
+            minibatches=self.minibatches,
+            done=self.minibatches - self._reached()[1],
+            keep=keep,
+            observers=observers,
+        )
+        run = self._training = Run(self._wires, self._processes, work, self._callers_loop)
+        # Held here: an interrupt between two results must not end it while the stack unwinds.
+        results = run.iterate(self._with_columns(iter(batches), several=False))
+        try:
+            yield from results
+        finally:
+            self.minibatches += run.begun
 
     def fit(
         self,
@@ -444,32 +485,6 @@ class Pipeline(nn.Module):
         """Return the methods that are made, in all processes alike."""
         return make()
 
-    def _follow_method(self) -> None:
-        """Let weights and edges follow the method that training has reached."""
-        with deferred():
-            try:
-                for stage in self._wires.stages:
-                    stage.check_flags()
-            except RuntimeError:
-                with self._processes.during(self._wires):  # tells the others
-                    raise
-            now = self._applied
-            self._use_passes(now, self._wires.stages)
-            self._wires.follow(now)
-            for stage in self._wires.stages:
-                weights = stage.weights
-                if weights is None:
-                    continue
-                # Each stage knows what it follows: an interrupt may have come between two of them.
-                settings = now.followed_by(stage.index, weights.optimizer)
-                if settings != weights.followed:
-                    callers_stream(stage.device).lend(weights.buffers())
-                    weights.follow(*settings)
-                if not weights.bound:
-                    weights.bind()
-            for copy in self._copies:
-                copy.bind()
-
     def _describe_stages(self) -> str:
         of, here = f"of {len(self._applied.places)}", [place.stage for place in self.places]
         first, last = here[0], here[-1]
@@ -514,7 +529,7 @@ class Pipeline(nn.Module):
             for stage in self._wires.stages:
                 for cross in hooks(stage.passes, "crosses"):
                     value = cross(value)
-                value = stage.module(each(value, methodcaller("to", stage.device)))
+                value = stage.module(map_tensors(value, methodcaller("to", stage.device)))
         return value
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -207,6 +207,9 @@ class Stage:
     def note_in_flight(self, microbatches: int) -> None:
         self.peak = max(self.peak, microbatches)
 
+    def note_clipped(self, norm: Tensor | None) -> None:
+        self.clipped = norm
+
     def note_in_place(self, in_place: bool) -> None:
         self.in_place = in_place
 

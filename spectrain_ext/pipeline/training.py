@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from spectrain_ext.interrupts import deferred
 from spectrain_ext.method import rules_at
+from spectrain_ext.transport import callers_stream
 
-from .arguments import check_mode, evaluating_part
-from .compute import Mode
+from .arguments import check_mode
 from .loops import Segment, keeping, segments
 from .losses import Keep, Result
-from .run import Run, Work
 
 if TYPE_CHECKING:
     from .observer import Observer
@@ -33,7 +32,7 @@ def trained(
     begun.append(True)
     pipe._refuse_in_run("run")
     check_mode("run", pipe.devices)
-    _warn_of_evaluation(pipe)
+    pipe._warn_of_evaluation()
     _logger.info("run begins: %s, %s", pipe.method.name, pipe._describe_stages())
     try:
         with keeping(pipe._callers_loop), ExitStack() as watched:
@@ -43,8 +42,10 @@ def trained(
                 like = next(iter(pipe.optimizers), None)
                 rules = [rules_at(pipe.method, place, like) for place in pipe._applied.places]
                 watched.enter_context(observing(observers, rules, pipe.devices))
-            of_methods = _by_one_method if pipe.method.then is None else _by_methods_in_turn
-            yield from of_methods(pipe, batches, observers, keep)
+            if pipe.method.then is None:
+                yield from pipe._train(batches, observers, keep)
+            else:
+                yield from _by_methods_in_turn(pipe, batches, observers, keep)
     except GeneratorExit:
         _logger.info("run ended, left by the caller: %s", pipe._describe_stages())
         raise
@@ -54,44 +55,31 @@ def trained(
     _logger.info("run ended: %s", pipe._describe_stages())
 
 
-def _warn_of_evaluation(pipe: Any) -> None:
-    """Warn once: ``train()`` of the uncut model may not reach the stages of a cut."""
-    if pipe._warned:
-        return
-    for stage in pipe._wires.stages:
-        name = evaluating_part(stage.module)
-        if name is not None:
-            pipe._warned = True
-            part = f": {name!r}" if name else ""
-            warnings.warn(
-                f"run: stages[{stage.index}]{part} is in evaluation mode: it trains without "
-                "dropout and with fixed running statistics; call train() of the pipeline "
-                "(that of the model that was cut may not reach its stages)",
-                stacklevel=3,
-            )
-            return
-
-
-def _by_one_method(
-    pipe: Any, batches: Iterable[object], observers: Sequence[Observer], keep: Keep | None
-) -> Iterator[Result]:
-    pipe._follow_method()
-    work = Work(
-        mode=Mode.TRAIN,
-        call=pipe._loss_fn,
-        has_count=pipe._batches.count is not None,
-        minibatches=pipe.minibatches,
-        done=pipe.minibatches - pipe._reached()[1],
-        keep=keep,
-        observers=observers,
-    )
-    run = pipe._training = Run(pipe._wires, pipe._processes, work, pipe._callers_loop)
-    # Held here: an interrupt between two results must not end it while the stack unwinds.
-    results = run.iterate(pipe._with_columns(iter(batches), several=False))
-    try:
-        yield from results
-    finally:
-        pipe.minibatches += run.begun
+def follow_method(pipe: Any) -> None:
+    """Let weights and edges follow the method that training has reached."""
+    with deferred():
+        try:
+            for stage in pipe._wires.stages:
+                stage.check_flags()
+        except RuntimeError:
+            with pipe._processes.during(pipe._wires):  # tells the others
+                raise
+        now = pipe._applied
+        pipe._use_passes(now, pipe._wires.stages)
+        pipe._wires.follow(now)
+        for stage in pipe._wires.stages:
+            weights = stage.weights
+            if weights is None:
+                continue
+            # Each stage knows what it follows: an interrupt may have come between two of them.
+            settings = now.followed_by(stage.index, weights.optimizer)
+            if settings != weights.followed:
+                callers_stream(stage.device).lend(weights.buffers())
+                weights.follow(*settings)
+            if not weights.bound:
+                weights.bind()
+        for copy in pipe._copies:
+            copy.bind()
 
 
 def _by_methods_in_turn(
@@ -113,4 +101,4 @@ def _by_methods_in_turn(
         _logger.info("minibatch %d: method is now %s", pipe.minibatches, pipe.method.name)
         return int(pipe.minibatches - earlier)
 
-    return segments(batches, ends, lambda each: _by_one_method(pipe, each, observers, keep), follow)
+    return segments(batches, ends, lambda each: pipe._train(each, observers, keep), follow)

@@ -33,7 +33,7 @@ class Updates:
         self._stage, self._cursor, self._clipping, self.norm = stage, cursor, clipping, norm
         self.divisors: dict[int, Tensor] = {}  # by minibatch, where losses are sums
         self.divisor: Tensor | None = None  # of the last update
-        stage.clipped = None
+        stage.note_clipped(None)
         self._norm_of = (*hooks(stage.passes, "gradient_norm"), gradient_norm)[0]
         self._gradients_read: tuple[Event, list[Tensor | None]] | None = None
 
@@ -95,7 +95,7 @@ class Updates:
                 norm = self._norm_of(weights.params, stage.device)
             # Multiplies by min(1, max_norm / (norm + 1e-6)), without a CPU wait.
             nn.utils.clip_grads_with_norm_(weights.params, max_norm, norm)
-        stage.clipped = norm
+        stage.note_clipped(norm)
 
     def _update(self, i: int, j: int) -> None:
         """Step the optimizer, unless a pass skips that; write the next forward's weights."""

@@ -11,7 +11,7 @@ from .message import (
     Microbatches,
     Value,
     as_value,
-    each,
+    map_tensors,
     tensors_in,
 )
 from .streams import Buffer, CudaStream, Event, Stream, callers_stream, captured, new_stream
@@ -37,7 +37,7 @@ __all__ = [
     "as_value",
     "callers_stream",
     "captured",
-    "each",
+    "map_tensors",
     "new_stream",
     "tensors_in",
 ]

@@ -158,7 +158,7 @@ def as_value(given: object, where: str, other: Callable[[object, str], Form] = r
     return unflattened(form, iter(tensors))
 
 
-def each(value: Value, apply: Callable[[Tensor], Tensor]) -> Value:
+def map_tensors(value: Value, apply: Callable[[Tensor], Tensor]) -> Value:
     """Return the same value with ``apply`` called on each tensor."""
     tensors: list[Tensor] = []
 
@@ -196,7 +196,7 @@ NO_HEADER = Header()
 
 
 class Message(NamedTuple):
-    """Tensors on their way."""
+    """Tensors that one stage sends to another, and the form of the value that they come from."""
 
     tensors: tuple[Tensor | None, ...]  # detached; None: the gradient of an unused tensor
     differentiable: tuple[bool, ...] = ()  # whether a gradient of each is needed

@@ -31,7 +31,7 @@ _COPY = Linear(0)  # writes weights that are not predicted
 
 
 class StageMemory(NamedTuple):
-    """The most that a stage holds.
+    """The largest memory of a stage, in weight versions, bytes and microbatches.
 
     Attributes:
         versions: weight buffers: those that the stage computes with, and the master.

@@ -173,7 +173,7 @@ def test_two_interrupts_while_a_phase_begins(step, tmp_path):
     expected = loaded(case.pipe())
     list(expected.run(case.data))
     for n in count(0, step):
-        interrupts = Interrupts(n, 0, within=("_follow_method", "follow", "bind", "unbind"))
+        interrupts = Interrupts(n, 0, within=("follow_method", "follow", "bind", "unbind"))
         with suppress(KeyboardInterrupt), interrupts:
             list(loaded(pipe).run(case.data[:3]))
         if not interrupts.left:

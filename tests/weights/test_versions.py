@@ -232,6 +232,27 @@ def test_a_step_of_a_subclass_or_a_wrapper_is_called_and_still_predicts():
     assert calls == {"own": 18, "wrapped": 18}
 
 
+@pytest.mark.parametrize("method", ["spectrain", "spectrain-stash", "pipemare", "auto"])
+def test_a_step_that_a_subclass_leaves_out_still_predicts(method):
+    def skipping(params, kind):
+        class Skipping(kind):
+            steps = 0
+
+            def step(self, closure=None):
+                self.steps += 1
+                return super().step(closure) if self.steps % 3 else None
+
+        return Skipping(params, lr=0.05, momentum=0.9)
+
+    makes = [partial(skipping, kind=kind) for kind in (st.optim.SGD, torch.optim.SGD)]
+    compared = Compared(tanh_stages(3), method, optimizer=makes, microbatches=1)
+    if method != "auto":
+        compared.run(batches(12))
+        return
+    with pytest.raises(st.StageError, match=r"has not called super\(\).step\(\), and SecondOrder"):
+        compared.run(batches(12))
+
+
 def test_a_failed_step_leaves_no_order_behind():
     counts = Counter()
     make = partial(Counting, counts=counts)

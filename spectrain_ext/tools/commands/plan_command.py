@@ -26,7 +26,7 @@ from spectrain_ext.tools.planning import (
     write_layers,
     write_plan,
 )
-from spectrain_ext.transport import each
+from spectrain_ext.transport import map_tensors
 
 from .doctor import threads
 from .options import (
@@ -256,7 +256,7 @@ def _measured(name: str | None, device: str) -> Layers:
 
     def measure() -> Layers:
         with threads(1):
-            return measure_layers(model, each(example, lambda tensor: tensor.to(place)))
+            return measure_layers(model, map_tensors(example, lambda tensor: tensor.to(place)))
 
     layers: Layers = result_of(f"{name!r}, measured,", measure)
     return layers

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from spectrain_ext.pipeline import ACTIONS, Handler, Observer
+from spectrain_ext.pipeline import SHOWN_STEPS, Handler, Observer
 from spectrain_ext.schedule import COMPUTE, Entries, Instruction, Kind, Ledger, Rules
 from spectrain_ext.tools.simulation import Lane, Span
 from spectrain_ext.transport import CudaStream, Stream
@@ -21,7 +21,7 @@ Mark = float | torch.cuda.Event
 #: Stage, kind, minibatch, microbatch, start and end of a step.
 Action = tuple[int, Kind, int, int, Mark, Mark]
 
-WORK = {kind: work for kind, (_, work) in ACTIONS.items() if work is not None}
+WORK = {kind: work for kind, (_, work) in SHOWN_STEPS.items() if work is not None}
 _LANES: dict[Kind, Lane] = {Kind.SEND_ACTIVATION: "to next", Kind.SEND_GRADIENT: "to previous"}
 
 

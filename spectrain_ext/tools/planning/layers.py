@@ -20,7 +20,7 @@ from torch import nn
 from spectrain_ext.errors import check_number, made_of
 from spectrain_ext.files import read_json, replace_file
 from spectrain_ext.partitioning import BlockProfile, Profile, Tie, profile_of
-from spectrain_ext.transport import Value, as_value, each, tensors_in
+from spectrain_ext.transport import Value, as_value, map_tensors, tensors_in
 
 _LARGEST = 1 << 24  # bytes of a file
 _FORMAT = 1
@@ -131,7 +131,7 @@ def measure_layers(
     large = profile(example_input)
     small = large
     if few < samples:  # tensors of another size serve all samples
-        part = each(example_input, lambda t: t[:few] if t.dim() and len(t) == samples else t)
+        part = map_tensors(example_input, lambda t: t[:few] if t.dim() and len(t) == samples else t)
         small = profile(part)
     parameters = sum(block.parameter_bytes for block in large.blocks)
     modules = [model] if isinstance(model, nn.Module) else model
