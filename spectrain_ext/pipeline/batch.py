@@ -205,8 +205,10 @@ def _size(tensor: Tensor, dim: int | None) -> int | None:
 def _common(sizes: Sequence[int | None]) -> int | None:
     """Return the size that tensors of size 1 are broadcast to, that of most if they differ."""
     known = [size for size in sizes if size is not None and size >= 0]
-    counts = Counter(size for size in known if size != 1) or Counter(known)
-    return counts.most_common(1)[0][0] if counts else None
+    if len(set(known)) < 2:  # the usual case: counting takes 10 us
+        return known[0] if known else None
+    counts = Counter(size for size in known if size != 1)
+    return counts.most_common(1)[0][0]
 
 
 def samples_in(value: object, split_dim: Any = 0) -> int | None:
