@@ -17,7 +17,6 @@ import threading
 from types import CodeType, FrameType
 from typing import Any
 
-
 # Not the functions of ``signal``: these look for members of enums and fail to find a handler in 8
 # and 3 us, at each result four times. Below they take 0.4 and 0.07 us.
 _set_handler = signal._signal.signal  # type: ignore[attr-defined]

@@ -300,7 +300,7 @@ class RemoteSender(_End):
                 self._kinds.clear()
             layout = Layout.of(message)
             text = _encoded(layout)
-            self._kinds[looks] = len(self._kinds), layout, layout.places()[1]
+            self._kinds[looks] = len(self._kinds), layout, layout.offsets()[1]
         kind, layout, nbytes = self._kinds[looks]
         self.sent_bytes += message.nbytes
         for event in ready:

@@ -43,7 +43,7 @@ Write = tuple[Views, Law]
 class _Resolved(NamedTuple):
     """The launches of a step or a prediction, for as long as the table holds."""
 
-    places: tuple[object, ...]  # keys by address; kept alive so that no address is reused
+    targets: tuple[object, ...]  # keys by address; kept alive so that no address is reused
     idle: list[Tensor]  # parameters that need no launch yet
     rows: list[Rows]
 
@@ -169,8 +169,8 @@ class Stepper(Ordered):
         """
         optimizer, home, table = self._optimizer(), self._home, self._table
         groups, state = optimizer.param_groups, optimizer.state
-        places = (outs,) if home is None else (outs, home.weights)
-        key = stash, *map(id, places)
+        targets = (outs,) if home is None else (outs, home.weights)
+        key = stash, *map(id, targets)
         known = self._resolved.get(key)
         if (
             table is not None
@@ -201,7 +201,7 @@ class Stepper(Ordered):
             self.read_state(table)
         known = self._resolved.get(key)
         if known is None or (not stash and any(p.grad is not None for p in known.idle)):
-            known = self._resolved[key] = self._made(places, stash)
+            known = self._resolved[key] = self._made(targets, stash)
         assert self._table is not None
         if self._numbers_of is not None:
             self._seen = self._numbers_of, self._table.seen_state
@@ -217,7 +217,7 @@ class Stepper(Ordered):
             self.rule, self._state_dtype, self._home, groups, state, previous
         )
 
-    def _made(self, places: tuple[Views | None, ...], stash: bool) -> _Resolved:
+    def _made(self, targets: tuple[Views | None, ...], stash: bool) -> _Resolved:
         table, home = self._table, self._home
         assert table is not None
         idle: list[Tensor] = []
@@ -231,10 +231,10 @@ class Stepper(Ordered):
             else:
                 idle.append(p)
         rows = [
-            Rows(table, home, positions, kind, places[0], stash=stash)
+            Rows(table, home, positions, kind, targets[0], stash=stash)
             for (_, kind, _), positions in positions_of.items()
         ]
-        return _Resolved(places, idle, rows)
+        return _Resolved(targets, idle, rows)
 
     # Steps and predictions.
 

@@ -156,9 +156,7 @@ class Pipeline(nn.Module):
             if len(here) == replicas.stages:
                 check_order([cut_of(module).place for module in modules])
             self._copies = copies_of(modules, processes.indices)
-            where = (
-                devices_of(modules) if devices is None else checked_devices(devices, len(modules))
-            )
+            placed = devices_of(modules) if devices is None else checked_devices(devices, n)
             parts = checked_microbatches(microbatches, chosen, replicas)
             self._clipping = clip_norm, clip_scope
             check_master_dtype(master_dtype, modules)
@@ -170,7 +168,7 @@ class Pipeline(nn.Module):
             made = weights_of(here, self._copies, optimizer, scheduler, master_dtype)
             check_optimizers(self._methods, dict(zip(here, made, strict=True)))
             self._since = 0  # minibatches of training before the first of them
-            self.minibatches, self.devices = 0, tuple(where)
+            self.minibatches, self.devices = 0, tuple(placed)
             # The last of each; evaluations have edges of their own.
             self._training: Run | None = None
             self._evaluation: Run | None = None
@@ -181,7 +179,7 @@ class Pipeline(nn.Module):
                 check_trains(weights is not None for weights in made)
             own = [
                 Stage(k, module, device, weights, processes, processes.replica, recompute)
-                for (k, module), device, weights in zip(here.items(), where, made, strict=True)
+                for (k, module), device, weights in zip(here.items(), placed, made, strict=True)
             ]
             self._weights = made
             for each in reversed(self._methods):  # to the first one

@@ -149,7 +149,7 @@ class Edge:
         layout = Layout.of(message)
         slot.likeness = []  # until it is complete, in case of an exception
         with self._receiver.using():
-            if slot.memory.fit(layout.places()[1], self.target):
+            if slot.memory.fit(layout.offsets()[1], self.target):
                 # Memory from this stream's pool is free after the stream's work so far. Only new
                 # memory makes the copy wait for that, so that uneven microbatches overlap.
                 self._receiver.writes(slot.buffer)
@@ -175,7 +175,7 @@ class Edge:
         host = callers_stream(_CPU)
         with host.using(writes=(slot.staged,)):
             layout = Layout.of(Message(large))
-            slot.staging.fit(layout.places()[1], _CPU, pinned=self.target.type == "cuda")
+            slot.staging.fit(layout.offsets()[1], _CPU, pinned=self.target.type == "cuda")
             staged = tuple(
                 tensor if to is None or tensor is None else to.copy_(tensor)
                 for to, tensor in zip(slot.staging.views(layout), tensors, strict=True)

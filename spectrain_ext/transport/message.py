@@ -256,18 +256,18 @@ class Layout(NamedTuple):
         )
         return Layout(tensors, message.form)
 
-    def places(self) -> tuple[list[int], int]:
+    def offsets(self) -> tuple[list[int], int]:
         """Return where each tensor starts, in bytes, and the total number of bytes."""
-        begin, places = 0, []
+        begin, offsets = 0, []
         for tensor in self.tensors:
-            places.append(begin)
+            offsets.append(begin)
             if tensor is not None:
                 begin += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        return places, begin
+        return offsets, begin
 
     def views(self, memory: Tensor) -> list[Tensor | None]:
         """Return the tensors in a flat uint8 tensor that is large enough."""
-        places, _ = self.places()
+        offsets, _ = self.offsets()
         # ``.data`` gives each a version counter of its own: an in-place layer may change one while
         # autograd keeps another.
         return [
@@ -277,7 +277,7 @@ class Layout(NamedTuple):
             .view(tensor.dtype)
             .as_strided(tensor.shape, tensor.stride)
             .data
-            for begin, tensor in zip(places, self.tensors, strict=True)
+            for begin, tensor in zip(offsets, self.tensors, strict=True)
         ]
 
     def message(self, tensors: list[Tensor | None]) -> Message:

@@ -204,7 +204,7 @@ def test_what_is_received_on_a_device_is_used_then(monkeypatch):
         monkeypatch.setattr(dist, "irecv", irecv)
         receiver = RemoteReceiver(edge(object(), device), CPU, compute, 2, unwatched(1))
         slot = receiver._ring.popleft()
-        slot.layout, slot.nbytes = layout, layout.places()[1]
+        slot.layout, slot.nbytes = layout, layout.offsets()[1]
         receiver._arrived.append(slot)
         assert receiver.receive() is slot
         assert compute._seen[device.stream] == 1
