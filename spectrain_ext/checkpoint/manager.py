@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spectrain_ext.files import interrupted, recover
-from spectrain_ext.pipeline.loops import Segment, keeping, segments, warn_unless_begun
+from spectrain_ext.pipeline.loops import Segment, segments, warn_unless_begun
 from spectrain_ext.pipeline.losses import Keep, Result
 from spectrain_ext.pipeline.pipeline import Pipeline
 
@@ -219,7 +219,7 @@ class CheckpointManager:
             self._rewind()
             return None
 
-        with keeping(self.pipe._callers_loop):
+        with self.pipe._callers_loop:
             yield from segments(counted(), ends, run, follow, self.minibatches)
 
     def _rewind(self) -> None:

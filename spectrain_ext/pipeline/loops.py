@@ -47,28 +47,34 @@ def _warn_unless(begun: list[bool]) -> None:
 
 
 class CallersLoop:
-    """The caller's loop over the results of a pipeline: whether it was left, and why."""
+    """The caller's loop over the results of a pipeline: whether it was left, and why.
+
+    ``with`` it is all that the caller's iterator does. After ``break``, or while an exception ends
+    the loop, Python prints what a generator raises and goes on ("Exception ignored"). So an error
+    that comes then is kept, for ``raise_ignored``.
+    """
 
     def __init__(self) -> None:
         self._iterator: Callable[[], object] = lambda: None  # weak: what ``run`` returned last
-        self._keeping: keeping | None = None  # of the iterator that the caller has
-        self._ignored: BaseException | None = None  # see ``keeping``
+        self._depth = 0  # of iterators, one inside another
+        self._dropped = False  # the iterator, instead of closed by a call
+        self._ignored: BaseException | None = None
+
+    def __enter__(self) -> None:
+        self._depth += 1
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        if self._dropped and error is not None and not isinstance(error, GeneratorExit):
+            error.add_note("after the loop was left; the next use of the pipeline raises it")
+            self._ignored = error
+        self._dropped = False
 
     def hold(self, iterator: Iterator[Result]) -> None:
         """Note, without keeping it, the iterator that the caller gets."""
         self._iterator = ref(iterator)
-
-    def begin_keeping(self, by: keeping) -> bool:
-        """Return whether no other one keeps errors already."""
-        if self._keeping is not None:
-            return False
-        self._keeping = by
-        return True
-
-    def end_keeping(self, ignored: BaseException | None) -> None:
-        self._keeping = None
-        if ignored is not None:
-            self._ignored = ignored
 
     def raise_ignored(self) -> None:
         """Raise, once, the error that came after the caller had left its loop."""
@@ -82,8 +88,7 @@ class CallersLoop:
         instruction, called = ("", None) if frame is None else _at(frame)
         # A generator that is dropped loses its weak references first.
         closes = frame is None or (called == "close" and self._iterator() is not None)
-        if self._keeping is not None:
-            self._keeping.note_dropped(not closes)
+        self._dropped = self._depth > 0 and not closes
         error: BaseException | None = end
         while isinstance(error, GeneratorExit):  # those of generators around this one, too
             error = error.__context__
@@ -92,32 +97,6 @@ class CallersLoop:
         if closes or instruction in _LEAVING:
             return ""
         return "an exception has ended the loop, or its iterator was dropped"
-
-
-class keeping:
-    """Around all that the caller's iterator does: keeps an error that the program does not get.
-
-    After ``break``, or while an exception leaves the loop, Python prints what a generator raises
-    and goes on ("Exception ignored").
-    """
-
-    def __init__(self, loop: CallersLoop) -> None:
-        self._loop, self._is_outermost = loop, False
-        self._dropped = False  # the iterator, instead of closed by a call
-
-    def note_dropped(self, dropped: bool) -> None:
-        self._dropped = dropped
-
-    def __enter__(self) -> None:
-        self._is_outermost = self._loop.begin_keeping(self)
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if self._is_outermost:
-            ignored = None
-            if self._dropped and error is not None and not isinstance(error, GeneratorExit):
-                error.add_note("after the loop was left; the next use of the pipeline raises it")
-                ignored = error
-            self._loop.end_keeping(ignored)
 
 
 def _callers_frame() -> FrameType | None:

@@ -12,7 +12,7 @@ from spectrain_ext.method import rules_at
 from spectrain_ext.transport import callers_stream
 
 from .arguments import check_mode
-from .loops import Segment, keeping, segments
+from .loops import Segment, segments
 from .losses import Keep, Result
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def trained(
     pipe._warn_of_evaluation()
     _logger.info("run begins: %s, %s", pipe.method.name, pipe._describe_stages())
     try:
-        with keeping(pipe._callers_loop), ExitStack() as watched:
+        with pipe._callers_loop, ExitStack() as watched:
             if observers:
                 from .observer import observing
 
