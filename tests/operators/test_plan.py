@@ -130,6 +130,25 @@ def test_a_refresh_follows_a_replaced_storage(steps: int) -> None:
     assert w.tolist() == [-3.0 - steps] * 2
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"betas": 0.9}, "betas: expected a pair of numbers"),
+        ({"lr": -1.0}, "lr: expected a finite number >= 0"),
+        ({"predict": [-1.0]}, r"predict\[0\]: expected"),
+        ({"step": 0}, "step: expected a whole number"),
+    ],
+)
+def test_a_wrong_adam_step_is_refused_again(wrong: dict[str, Any], words: str) -> None:
+    w, g, m, u, out = (torch.ones(2) for _ in range(5))
+    plan = st.Plan(w, grads=g, exp_avgs=m, exp_avg_sqs=u, outs=[out])
+    plan.adam_step_(lr=0.0, step=1)
+    for _ in range(4):
+        with pytest.raises((TypeError, ValueError), match=words):
+            plan.adam_step_(**{"lr": 0.5, "step": 1, **wrong})
+    assert torch.equal(w, torch.ones(2)) and torch.equal(out, torch.ones(2))
+
+
 def test_an_adam_step_follows_its_numbers() -> None:
     """Numbers that are the same objects are checked once: tensors among them may change."""
     lr, betas = torch.tensor(0.5), (0.0, 0.0)
