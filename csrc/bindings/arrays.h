@@ -105,8 +105,7 @@ class Arrays {
   bool gradients_known_ = false;
   std::vector<Watch> watches_;  // of kept_; empty for gradients
   Watch gradient_watch_;
-  size_t given_gradients_ = 0;  // when they were watched: those that are not None
-  int gradient_uses_ = 0;       // calls since they were set
+  int gradient_uses_ = 0;  // calls since they were set
 };
 
 }  // namespace spectrain

@@ -48,8 +48,8 @@ bool Arrays::has_gradients(const py::tuple& grads) const {
 
 void Arrays::set_gradients(const py::tuple& grads) {
   bool same = has_gradients(grads);
-  // Asking torch whether they are in place takes a quarter of the time of borrowing them again.
-  if (same && gradient_watch_.unchanged(given_gradients_)) return;
+  // Asking torch whether they are in place takes 0.4 of the time of borrowing them again.
+  if (same && gradient_watch_.unchanged()) return;
   Loans loans{first(), {}};
   Column column = borrow_gradients(grads, loans);
   if (plan->gradients_pinned()) check_pinned(column);
@@ -99,14 +99,13 @@ void Arrays::check_gradients_in_place() {
   }
   if (gradient_uses_ != 2) return;
   Watch watch;
-  given_gradients_ = 0;
+  bool all = true;
   for (size_t i = 0; i < grads_.size(); ++i) {
     if (!grads_[i].is_none()) {
-      ++given_gradients_;
-      watch.add(grads_[i], plan->size_of_item(i) > 0 ? plan->grads.at[i] : nullptr, i);
+      all &= watch.add(grads_[i], plan->size_of_item(i) > 0 ? plan->grads.at[i] : nullptr, i);
     }
   }
-  watch.remember_layouts();
+  if (all) watch.remember_layouts();
   gradient_watch_ = std::move(watch);
 }
 

@@ -95,8 +95,8 @@ Watch::Watch(const py::tuple& tensors) {
   }
 }
 
-void Watch::add(py::handle array, const void* at, size_t index) {
-  if (!is_torch_tensor(array)) return;
+bool Watch::add(py::handle array, const void* at, size_t index) {
+  if (!is_torch_tensor(array)) return false;
   const TorchAbi& torch = torch_abi();
   tensors_.push_back({nullptr, nullptr, nullptr, at, index});
   Tensor& tensor = tensors_.back();
@@ -106,6 +106,7 @@ void Watch::add(py::handle array, const void* at, size_t index) {
   if (torch.reinterpret(tensor.handle, 1, &none, &none, 0, &tensor.storage) != 0) {
     throw std::runtime_error("torch gave no handle of a tensor");
   }
+  return true;
 }
 
 std::optional<size_t> Watch::moved() const {
@@ -135,8 +136,8 @@ void Watch::remember_layouts() {
   }
 }
 
-bool Watch::unchanged(size_t arrays) const {
-  if (tensors_.size() != arrays || layouts_.empty() || moved()) return false;
+bool Watch::unchanged() const {
+  if (layouts_.empty() || moved()) return false;
   const int64_t* known = layouts_.data();
   for (const Tensor& tensor : tensors_) {
     Layout now;

@@ -30,14 +30,14 @@ class Watch {
     return *this;
   }
 
-  // Adds array `index`, whose memory starts at `at`.
-  void add(py::handle array, const void* at, size_t index);
+  // Adds array `index`, whose memory starts at `at`; returns whether it is watched.
+  bool add(py::handle array, const void* at, size_t index);
   // Returns the index of the first moved array. All methods need the GIL.
   std::optional<size_t> moved() const;
   // Remembers dtypes, sizes and strides of the arrays added so far.
   void remember_layouts();
   // Whether these arrays are where they were, with the layouts that were remembered.
-  bool unchanged(size_t arrays) const;
+  bool unchanged() const;
 
  private:
   struct Tensor {

@@ -74,7 +74,7 @@ class StageRun:
         self._waiting: tuple[Instruction, int] | None = None
 
     def begin(self) -> None:
-        """Take the weights; whatever happens, ``compute.end`` and the stage put all back."""
+        """Take the weights; whatever happens, ``end`` and the stage put all back."""
         stage, updates = self.stage, self._updates
         if updates is not None:
             stage.hold_weights(self._factor)
