@@ -24,6 +24,9 @@ os.register_at_fork(
 class StageRandom:
     """A stage's random numbers: ``with RNG_LOCK, random`` puts its state into the generators.
 
+    Around every forward and loss, also of stages that never draw: whether one draws is known only
+    afterwards, by its state, and it could not be run again.
+
     A stage runs its forwards in the order of minibatches under every schedule, so every schedule
     gives a minibatch the same dropout masks.
 

@@ -273,4 +273,12 @@ PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
       },
       stream);
   m.def("require_cuda", &spectrain::require_cuda);
+  m.def(
+      "copy",
+      [](uintptr_t to, uintptr_t from, size_t bytes, int device, uintptr_t given) {
+        const py::gil_scoped_release release;
+        spectrain::copy_cuda(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from),
+                             bytes, device, reinterpret_cast<void*>(given));
+      },
+      py::arg("to"), py::arg("source"), py::arg("bytes"), py::arg("device"), stream);
 }

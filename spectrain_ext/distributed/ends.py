@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spectrain_ext.transport import Buffer, Event, Slot, Stream, callers_stream, new_stream
+from spectrain_ext.transport import Buffer, Point, Slot, Stream, callers_stream, new_stream
 from spectrain_ext.transport.local import NO_MESSAGE
 from spectrain_ext.transport.message import (
     NO_HEADER,
@@ -89,8 +89,8 @@ class _Framed(Slot):
     layout: Layout
     nbytes = 0  # of the body of its last message
 
-    def __init__(self, name: str, copy: Stream, user: Stream, in_frame: bool) -> None:
-        super().__init__(name, copy, user)
+    def __init__(self, name: str, in_frame: bool) -> None:
+        super().__init__(name)
         self.frame = _Frame()
         if in_frame:
             self.memory = self.frame
@@ -124,7 +124,7 @@ class _End:
         in_frame = self.target.type == "cpu" and not self.link.staged
         for q in range(len(self._ring), depth):
             name = f"{self.link.name}, slot {q}"
-            self._ring.append(_Framed(name, self.stream, self._user, in_frame))
+            self._ring.append(_Framed(name, in_frame))
             self._ring[-1].memory = self._packed or self._ring[-1].memory
 
 
@@ -141,7 +141,6 @@ class RemoteReceiver(_End):
         self, link: RemoteEdge, device: torch.device, receiver: Stream, depth: int, board: Board
     ) -> None:
         super().__init__(link, device, depth, board, receiver)
-        self._landed = self._thread.event()
         self._heard = 0  # messages
         self._layouts: list[Layout] = []
         self._arrived: deque[_Framed | None] = deque()  # None: the end of the run
@@ -197,13 +196,13 @@ class RemoteReceiver(_End):
     def _load(self, slot: _Framed) -> None:
         copy, nbytes = self.stream, slot.nbytes
         self._thread.writes(slot.staged)
-        self._thread.record(self._landed)
-        copy.wait(self._landed)
+        copy.wait_stream(self._thread)
         copy.wait(slot.free)
         with copy.using(reads=(slot.staged,), writes=(slot.buffer,)):
             slot.memory.fit(nbytes, self.target)
             slot.memory.bytes[:nbytes].copy_(slot.frame.bytes[:nbytes], non_blocking=True)
-        copy.record(slot.arrived)
+        slot.arrived = copy.mark()
+        slot.arrived.fix()  # for the rank's own thread
         self._thread.wait(slot.arrived)  # then gloo may overwrite the frame
 
     def _next_slot(self) -> _Framed:
@@ -254,7 +253,7 @@ class RemoteReceiver(_End):
             with copy.using(writes=(slot.buffer,)):  # by gloo or NCCL
                 if not self.link.by_host:
                     self._receive_on_device(slot)
-            copy.record(slot.arrived)
+            slot.arrived = copy.mark()
         self._user.wait(slot.arrived)
         slot.message = slot.layout.message(slot.memory.views(slot.layout))
         return slot
@@ -274,7 +273,8 @@ class RemoteReceiver(_End):
 
     def free(self, slot: Slot) -> None:
         assert isinstance(slot, _Framed)
-        self._user.record(slot.free)
+        slot.free = self._user.mark()
+        slot.free.fix()  # for the receiving thread
         slot.message = NO_MESSAGE
         with self.connection_guard:  # with a broken connection, gloo refuses buffers
             self._recycle(slot)
@@ -291,8 +291,8 @@ class RemoteSender(_End):
         self._kinds: dict[object, tuple[int, Layout, int]] = {}  # number, layout, bytes
 
     def send(
-        self, message: Message, source: Buffer, *ready: Event, header: Header = NO_HEADER
-    ) -> Event:
+        self, message: Message, source: Buffer, *ready: Point, header: Header = NO_HEADER
+    ) -> Point:
         link, copy, slot, text = self.link, self.stream, self._next_slot(), b""
         looks = (*likeness(message.tensors), *message[1:])
         if looks not in self._kinds:
@@ -303,8 +303,8 @@ class RemoteSender(_End):
             self._kinds[looks] = len(self._kinds), layout, layout.offsets()[1]
         kind, layout, nbytes = self._kinds[looks]
         self.sent_bytes += message.nbytes
-        for event in ready:
-            copy.wait(event)
+        for point in ready:
+            copy.wait(point)
         with copy.using(reads=(source,), writes=() if link.staged else (slot.buffer,)):
             slot.memory.fit(nbytes, self.target)
             for to, tensor in zip(slot.memory.views(layout), message.tensors, strict=True):
@@ -316,7 +316,7 @@ class RemoteSender(_End):
             copy.wait(slot.free)
             with copy.using(writes=(slot.buffer,)):
                 slot.frame.bytes[:nbytes].copy_(slot.memory.bytes[:nbytes], non_blocking=True)
-        copy.record(slot.arrived)
+        slot.arrived = copy.mark()
         if nbytes and not link.by_host:
             # The body goes before its header, which makes the receiver post its receive. So all
             # that a device waits to receive has been sent, and a rank may wait for its own streams.
@@ -369,7 +369,7 @@ class RemoteSender(_End):
         if self.link.staged:  # the rank waits for the copy to CPU memory
             self._thread.wait(slot.arrived)
             self._thread.reads(slot.buffer)
-            self._thread.record(slot.free)
+            slot.free = self._thread.mark()
         host, tags = self.link.host, self.link.tags
         with self.connection_guard:
             slot.works = [host.send([tensor], self._peer, tags + tag) for tensor, tag in pieces]

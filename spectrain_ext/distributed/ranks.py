@@ -29,6 +29,7 @@ from spectrain_ext.pipeline.ties import Copy, TiedStages, look_of
 from spectrain_ext.pipeline.wires import Wires
 from spectrain_ext.schedule import Generator, Instruction, Kind, Place
 from spectrain_ext.schedule.order import device_order
+from spectrain_ext.transport import Buffer
 
 from .agreement import (
     agreed_ties,
@@ -313,7 +314,6 @@ def _sum_up(
     """Sum a minibatch's gradients and loss over the stage's replicas."""
     stage, losses = of.stage, run.losses
     total.send_rest(of.count_of(i))
-    stage.compute.record(stage.computed)
     own_loss, own_count = nan, nan
     if losses is not None:
         loss, count, _ = losses.own[i]
@@ -321,7 +321,7 @@ def _sum_up(
         own_count = nan if count is None else count.item()
     elif shared is not None:
         own_loss = shared.known.get(i, nan)
-    stage.predict.wait(stage.computed)
+    stage.predict.wait_stream(stage.compute)
     loss_sum, count_sum = total.finish((own_loss, own_count), stage.predict)
     if shared is not None:
         shared.known[i] = loss_sum
@@ -331,4 +331,4 @@ def _sum_up(
         if count is not None:
             count = torch.full_like(count, count_sum)
             loss = mean_of(loss, count)
-        run.results.append(Result(i, loss, kept, count))
+        losses.give(Result(i, loss, kept, count), Buffer("result"))

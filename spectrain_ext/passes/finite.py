@@ -94,7 +94,6 @@ class CheckFinite(Pass):
                     each.restore()
                 else:
                     each.restore_finite(later)
-        stage.compute.record(stage.computed)
 
     # Noted as it is computed; the CPU does not wait.
 
@@ -112,7 +111,6 @@ class CheckFinite(Pass):
             gradients.extend(self._gradients().values())
         with stage.computing(reads=(stage.weight_gradients,), writes=(outgoing,)):
             self._note(i, self._origin_in(gradients))
-        stage.compute.record(stage.computed)
 
     def sends_gradient(self, i: int, j: int, message: Message) -> Message:
         if self._agrees:
@@ -142,7 +140,7 @@ class CheckFinite(Pass):
         """Determine whether loss and gradients of a minibatch are finite here; the CPU waits."""
         stage = self.stage
         predict = stage.predict
-        predict.wait(stage.computed)
+        predict.wait_stream(stage.compute)
         with predict.using(reads=(stage.weight_gradients,)):
             self._note(i, self._origin_in(self._gradients().values()))
             divisor = self._run.divisor

@@ -25,7 +25,6 @@ from spectrain_ext.weights.own_writes import OwnWrites
 from spectrain_ext.weights.storage import SavedWeights
 
 from .cursor import Cursor
-from .loads import note_read
 from .module_state import ModuleBuffers, ModuleModes, changing_modes
 from .passes import Handler, hooks
 from .stage import NOTHING, Stage
@@ -178,11 +177,9 @@ class Compute:
         for buffers in self._entered:
             buffers.__exit__()
         self._entered = ()
-        if self._trains:
-            self._stage.compute.record(self._stage.computed)
         self.follows, self._own = NOTHING, None  # they would keep all buffers
-        self._in_transit.reset()
-        self._sent.reset()
+        self._in_transit.free()
+        self._sent.free()
 
     # Forward.
 
@@ -224,6 +221,8 @@ class Compute:
         module_buffers: Sequence[ModuleBuffers] = ()
         # A first layer that works in place writes the slot.
         writes = (slot.buffer, stage.module_buffers, buffer)
+        if not stage.immediate:
+            self._free_sent()
         with (
             stage.computing(writes=writes, weights=True),
             # Most callers have autograd enabled; setting it again takes 0.8 us.
@@ -256,7 +255,7 @@ class Compute:
                 sent = sent.with_gradient(learns)
         self.tapes[i, j] = Tape(slot, buffer, leaves, output, sent, states, module_buffers)
         if not stage.immediate:
-            note_read(stage)
+            stage.note_use()
         if self._trains:
             if len(self.tapes) > stage.peak:
                 stage.note_in_flight(len(self.tapes))
@@ -288,7 +287,8 @@ class Compute:
         if self._sends_activation:
             buffer = Buffer("activations as passes send them")
             message = self._as_sent(self._sends_activation, i, j, message, buffer)
-        read = to.send(message, buffer, self._stage.computed, header=tape.header)
+        ready = () if self._stage.immediate else (self._stage.compute.mark(),)
+        read = to.send(message, buffer, *ready, header=tape.header)
         if self._sends_activation or not self.keeps_graph:
             self._sent.hold(read, buffer, message)
         if self.keeps_graph:
@@ -297,6 +297,11 @@ class Compute:
         if not self._trains:
             del self.tapes[i, j]
 
+    def _free_sent(self) -> None:
+        """Free what was sent before the last messages, which a next stage may still copy."""
+        self._in_transit.free(but=1)
+        self._sent.free(but=1)
+
     def _as_sent(
         self, sends: Sequence[Any], i: int, j: int, message: Message, buffer: Buffer
     ) -> Message:
@@ -304,7 +309,6 @@ class Compute:
         with self._stage.computing(writes=(buffer,)):
             for send in sends:
                 message = send(i, j, message)
-        self._stage.compute.record(self._stage.computed)
         return message
 
     # Backward.
@@ -354,8 +358,7 @@ class Compute:
         tape = self.tapes[i, j]
         # A recomputed graph is differentiated as a whole: it should not live until the second half.
         tape.put_off(self._differentiate(i, j, tape, halves=not self._stage.recomputes))
-        if not self._stage.immediate:
-            note_read(self._stage)
+        self._stage.note_use()
 
     def _backward_weights(self, i: int, j: int) -> None:
         stage, tape = self._stage, self.tapes.pop((i, j))
@@ -369,7 +372,7 @@ class Compute:
         stage, edges = self._stage, self._edges
         if not stage.immediate:
             stage.compute.writes(tape.buffer)  # freed
-            note_read(stage)
+            stage.note_use()
         edges.inputs[j].free(tape.slot)
         if tape.loss is not None:
             tape.loss.targets.note_used()
@@ -384,6 +387,7 @@ class Compute:
         assert updates is not None
         if not stage.immediate:
             updates.free_gradients()
+            self._free_sent()
         outgoing = self._untracked or Buffer("gradients of the input")
         # Checkpointed parts run again, and exchange the module buffers there.
         writes = (stage.weight_gradients, stage.module_buffers, outgoing)
@@ -434,7 +438,8 @@ class Compute:
         if self._sends_gradient:
             message = self._as_sent(self._sends_gradient, i, j, message, buffer)
         to = self._edges.to_previous[j]
-        read = to.send(message, buffer, self._stage.computed)
+        ready = () if self._stage.immediate else (self._stage.compute.mark(),)
+        read = to.send(message, buffer, *ready)
         if not self._stage.immediate:
             self._in_transit.hold(read, buffer, message)
 
@@ -446,7 +451,7 @@ class Compute:
 
     def _send_word(self, i: int, j: int) -> None:
         edge = self._edges.to_previous[j]
-        edge.send(Message(()), Buffer("nothing"), self._stage.computed)
+        edge.send(Message(()), Buffer("nothing"), self._stage.compute.mark())
 
 
 def _versions(message: Message) -> list[int]:

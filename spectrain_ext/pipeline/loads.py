@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from spectrain_ext.schedule import Kind
+from spectrain_ext.transport import DONE
 from spectrain_ext.weights import StageWeights
 from spectrain_ext.weights.storage import Content, Storage, VersionBuffer
 
@@ -38,10 +39,8 @@ class Loads:
             if buffer.content != content:
                 # Write them first unless another buffer holds them.
                 buffer = self._versions.find(content) or self._written(content)
-            if not buffer.awaited:
-                assert buffer.written is not None
+            if buffer.written is not DONE:
                 compute.wait(buffer.written)
-                buffer.awaited = True
             if buffer is not storage.bound:
                 storage.point(buffer)
 
@@ -49,31 +48,9 @@ class Loads:
 
     def _written(self, content: Content) -> VersionBuffer:
         stage, buffer, storage = self._stage, self._versions.room(content), self._storage
-        if buffer.read is not None:
-            stage.predict.wait(buffer.read)
+        stage.wait_for_uses(buffer, again=self._versions.version > 0)
         reads = stage.optimizer_state, storage.true.memory
         with stage.predict.using(reads=reads, writes=(buffer.memory,)):
             storage.write(content, buffer)
-        if not stage.immediate:
-            note_written(stage, buffer)
+        buffer.written = stage.predict.mark()
         return buffer
-
-
-def note_written(stage: Stage, *buffers: VersionBuffer) -> None:
-    """Record writes of these buffers on the prediction stream, which is not the CPU's."""
-    for buffer in buffers:
-        if buffer.written is None:
-            buffer.written = stage.predict.event()
-        stage.predict.record(buffer.written)
-        buffer.awaited = False
-    stage.predict.record(stage.loaded)
-
-
-def note_read(stage: Stage) -> None:
-    """Record that computation has read the weights that the module has now."""
-    stage.compute.record(stage.computed)
-    if stage.storage is not None:
-        buffer = stage.storage.bound
-        if buffer.read is None:
-            buffer.read = stage.compute.event()
-        stage.compute.record(buffer.read)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from spectrain_ext.errors import placed
 from spectrain_ext.rng import RNG_LOCK
-from spectrain_ext.transport import Buffer, Receiver, Slot, callers_stream
+from spectrain_ext.transport import Buffer, Point, Receiver, Slot, callers_stream
 from spectrain_ext.transport.message import tensors_in
 from spectrain_ext.weights.storage import whole
 
@@ -90,7 +90,7 @@ class _Minibatch:
     """The losses of a minibatch's microbatches so far."""
 
     def __init__(self, targets: Targets) -> None:
-        self.targets = targets
+        self.targets, self.result = targets, Buffer("result")
         self._losses: Tensor | None = None  # their sum
         self.count: Tensor | None = None  # the divisor of the sum; None: it is the mean
         self.kept: list[Any] = []  # by microbatch, the values of ``keep``
@@ -137,6 +137,8 @@ class Losses:
         # By minibatch, until the other replicas' arrive: loss, count and kept values.
         self.own: dict[int, tuple[Tensor, Tensor | None, Any]] = {}
         self._now: _Minibatch | None = None
+        # Results that the caller has not got: when they are computed, and their memory.
+        self._made: dict[int, tuple[Point, Buffer]] = {}
 
     def loss(self, i: int, j: int) -> None:
         """Compute a microbatch's loss; the last one of a minibatch completes its result."""
@@ -146,24 +148,28 @@ class Losses:
             self._now = _Minibatch(self._receive_targets())
         now, ends = self._now, j == len(shares) - 1
         assert now is not None
-        with stage.computing(writes=(now.targets.slot.buffer, tape.buffer)):
+        with stage.computing(writes=(now.targets.slot.buffer, tape.buffer, now.result)):
             now.add(*self._computed(i, j, tape, now, shares[j]))
+            now.samples.append(compute.samples)
             if ends:
                 mean = now.mean()
                 for note in self._finished:
                     note(i, mean)
-        if not stage.immediate:
-            stage.compute.record(stage.computed)
-        now.samples.append(compute.samples)
-        if ends:
-            self._append_result(i, now, now.samples if self._has_count else shares, mean)
-            self._now = None
+                loss = (now.total if self._held else mean).clone()  # the graph may need that
+                kept = now.kept[0] if now.kept else None
+                if len(now.kept) > 1:
+                    kept = _joined(now.kept, now.samples if self._has_count else shares)
+        if not ends:
+            return
+        if self._held:
+            self.own[i] = loss, now.count, kept
+        else:
+            self.give(Result(i, loss, kept, now.count), now.result)
+        self._now = None
 
     def _receive_targets(self) -> Targets:
         edge = self._last.edges.targets[0]
-        slot = received_target(edge)
-        with self._last.stage.computing(reads=(slot.buffer,)):
-            return Targets(edge, slot)
+        return Targets(edge, received_target(edge))
 
     def _computed(
         self, i: int, j: int, tape: Tape, now: _Minibatch, share: float
@@ -201,28 +207,22 @@ class Losses:
         tape.receive_loss(made, loss if graph else output)
         return part, count
 
-    def _append_result(
-        self, i: int, now: _Minibatch, shares: Sequence[float], mean: Tensor
-    ) -> None:
-        """Make a result that work on the caller's stream may use."""
-        last, buffer, parts = self._last.stage, Buffer("result"), now.kept
-        with last.computing(writes=(buffer,)):
-            loss = now.total if self._held else mean
-            loss = loss.clone()  # the graph may need the original
-            count, kept = now.count, parts[0] if parts else None
-            if len(parts) > 1:
-                kept = _joined(parts, shares)
-        if not last.immediate:
-            last.compute.record(last.computed)
-            caller = callers_stream(last.device)
-            caller.wait(last.computed)
+    def give(self, result: Result, buffer: Buffer) -> None:
+        """Queue a result whose tensors are computed where the stage computes."""
+        self._made[result.index] = self._last.stage.compute.mark(), buffer
+        self._results.append(result)
+
+    def deliver(self, result: Result) -> None:
+        """Let work on the caller's stream use a result."""
+        stage = self._last.stage
+        computed, buffer = self._made.pop(result.index)
+        if not stage.immediate:
+            caller = callers_stream(stage.device)
+            caller.wait(computed)
             caller.reads(buffer)
-            given = [tensor for tensor in (loss, count, *tree_leaves(kept)) if tensor is not None]
-            caller.lend([tensor for tensor in given if tensor.device == last.device])
-        if self._held:
-            self.own[i] = loss, count, kept
-        else:
-            self._results.append(Result(i, loss, kept, count))
+            tensors = (result._loss, result.count, *tree_leaves(result.kept))
+            given = [tensor for tensor in tensors if tensor is not None]
+            caller.lend([tensor for tensor in given if tensor.device == stage.device])
 
 
 def measuring(last: StageRun, measure: Callable[..., Any]) -> Handler:
@@ -235,7 +235,6 @@ def measuring(last: StageRun, measure: Callable[..., Any]) -> Handler:
         with stage.computing(writes=writes), torch.no_grad(), RNG_LOCK, compute.numbers:
             copies = [None if t is None else t.clone() for t in message.tensors]
             called(measure, output=tape.output, target=packed(message, copies))
-        stage.compute.record(stage.computed)
         edges.targets[j].free(slot)
         stage.compute.writes(tape.buffer)  # freed
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spectrain_ext.transport import Buffer, Event, Stream
+from spectrain_ext.transport import Buffer, Point, Stream
 
 
 class Clipping(NamedTuple):
@@ -40,16 +40,15 @@ class GlobalNorm:
     def __init__(self, stages: int) -> None:
         self._stages = stages
         self._minibatch: int | None = None
-        self._given: dict[int, tuple[Tensor, Buffer, Event]] = {}
+        self._given: dict[int, tuple[Tensor, Buffer, Point]] = {}
 
     def give(self, i: int, stage: int, norm: Tensor, buffer: Buffer, stream: Stream) -> None:
         """Give a stage's own norm of minibatch i and its number, float64 [2], of a stream."""
         if i != self._minibatch:  # all streams have used the last one's
             self._minibatch = i
             self._given = {}
-        written = stream.event()
-        stream.record(written)  # here: the stage may update before another one takes the norm
-        self._given[stage] = norm, buffer, written
+        # Here: the stage may update before another one takes the norm.
+        self._given[stage] = norm, buffer, stream.mark()
 
     def has(self, stages: Iterable[int]) -> bool:
         """Whether these stages have given theirs for the current minibatch."""

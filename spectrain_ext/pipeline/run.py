@@ -276,6 +276,8 @@ class Run:
         computed, waiting = self.results, self._waiting
         while computed:
             waiting.append(computed.popleft())
+            if self.losses is not None:
+                self.losses.deliver(waiting[-1])
             for observer in self.work.observers:
                 observer.result(waiting[-1])
         self.updated = min([stage.cursor.updated for stage in self.stages])

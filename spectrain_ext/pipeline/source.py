@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 from math import inf
+from operator import itemgetter
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from spectrain_ext.errors import placed
@@ -20,6 +20,7 @@ from spectrain_ext.transport import (
     Header,
     Message,
     Microbatches,
+    Point,
     Sender,
     Stream,
     callers_stream,
@@ -31,6 +32,8 @@ from .batch import Microbatch, SplitDim, is_pair, microbatches_in, split
 _logger = logging.getLogger(__name__)
 
 _NONE = object()  # no batch is left
+#: An input or a target, and where it goes.
+_Sent = tuple[Sender, Message, Header]
 
 
 @dataclass(frozen=True)
@@ -100,15 +103,16 @@ class BatchSource:
         sizes = [part.samples for part in parts]
         self.samples += sum(sizes)
         shares = self._shares(sizes, batch)
+        sent: list[_Sent] = []
         for part, share, edges in zip(parts, shares, self._inputs, strict=False):
-            for edge in edges:
-                send_batch(edge, part.input, self._batch, Header(count, share, part.samples))
+            header = Header(count, share, part.samples)
+            sent += [(edge, part.input, header) for edge in edges]
         for edge, numbers in self._targets.items():
             targets = [parts[n].target for n in numbers if n < count]
             if not self._whole and count > 1:
                 targets = [joined_targets(targets)]
-            for target in targets:
-                send_batch(edge, target, self._batch)
+            sent += [(edge, target, NO_HEADER) for target in targets]
+        send_batch(sent, self._batch)
 
     def _split(self, batch: object, i: int) -> list[Microbatch]:
         dims, objects = self._split_dim, self._objects
@@ -152,26 +156,31 @@ def joined_targets(messages: Sequence[Message]) -> Message:
     return Message(tensors, (False,) * len(tensors), ("microbatches", *forms))
 
 
-def send_batch(edge: Sender, message: Message, batch: Buffer, header: Header = NO_HEADER) -> None:
-    """Send the input or the target of the caller's batch to its stage."""
-    callers: dict[torch.device, Stream] = {}
-    for tensor in message.tensors:
-        if tensor is not None and tensor.device not in callers:
-            callers[tensor.device] = callers_stream(tensor.device)
-    if not callers:
-        batch = Buffer("no tensors")
-    written = []
-    for caller in callers.values():
-        if not caller.immediate:
-            caller.writes(batch)
-            written.append(caller.event())
-            caller.record(written[-1])
-    read = edge.send(message, batch, *written, header=header)
-    # Copies from CPU to GPU need no wait: when the call returns it has read pageable memory, and
-    # torch's allocator keeps pinned memory until it has been read.
+def send_batch(sent: Sequence[_Sent], batch: Buffer) -> None:
+    """Send inputs and targets of the caller's batch to their stages."""
+    devices = {t.device for _, message, _ in sent for t in message.tensors if t is not None}
+    # The CPU's work is done. Copies from there need no wait either: when the call returns it has
+    # read pageable memory, and torch's allocator keeps pinned memory until it has been read.
+    callers = {device: callers_stream(device) for device in devices}
+    callers = {device: caller for device, caller in callers.items() if not caller.immediate}
+    ready = {}
     for device, caller in callers.items():
-        if not caller.immediate and (device.type != "cpu" or edge.target.type == "cpu"):
-            caller.wait(read)
+        caller.writes(batch)
+        ready[device] = caller.mark()
+    read: dict[tuple[Stream, Sender], Point] = {}  # of the last message of an edge
+    for edge, messages in groupby(sent, key=itemgetter(0)):
+        with edge.stream:  # once for all
+            for _, message, header in messages:
+                if not ready:
+                    edge.send(message, batch, header=header)
+                    continue
+                own = {t.device for t in message.tensors if t is not None} & ready.keys()
+                source = batch if own else Buffer("no tensors")
+                after = [ready[device] for device in own]
+                point = edge.send(message, source, *after, header=header)
+                read |= {(callers[device], edge): point for device in own}
+    for (caller, _), point in read.items():
+        caller.wait(point)
 
 
 def without_dropped_columns(columns: Any, several: bool, batch: Any, i: int) -> Any:

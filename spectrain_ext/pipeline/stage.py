@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from spectrain_ext.optim.guards import SaveGuard
 from spectrain_ext.rng import StageRandom
-from spectrain_ext.transport import Buffer, new_stream
+from spectrain_ext.transport import DONE, Buffer, Point, new_stream
 from spectrain_ext.weights import StageWeights
 from spectrain_ext.weights.own_writes import OwnWrites
-from spectrain_ext.weights.storage import Storage
+from spectrain_ext.weights.storage import Storage, VersionBuffer
 
 from .names import bare
 from .passes import Pass
@@ -25,8 +25,8 @@ NOTHING = nullcontext()
 class Stage:
     """One stage: its module, weights, random numbers, passes, and two streams.
 
-    One stream computes, the other one loads and updates weights. What a run does with a stage, and
-    what is half done, is in a ``StageRun``.
+    One stream computes, the other one predicts and updates weights, except for updates that overlap
+    with no computation. What a run does with a stage, and what is half done, is in a ``StageRun``.
 
     Attributes:
         index: the stage's number, from 0.
@@ -38,8 +38,6 @@ class Stage:
         late: the updates by which its gradients are late in this phase.
         recomputes: whether the whole forward runs again before the backward.
         compute, predict: the streams.
-        computed: the end of the computation issued so far.
-        loaded: the end of the loads and updates issued so far.
         weight_gradients, optimizer_state, module_buffers: stand for this memory, which the two
             streams and the caller use in turn.
     """
@@ -57,8 +55,6 @@ class Stage:
         self.index, self.module, self.device, self.weights = index, module, device, weights
         self.compute = new_stream(f"compute stream of stage {index}", device)
         self.predict = new_stream(f"prediction stream of stage {index}", device)
-        self.computed = self.compute.event()
-        self.loaded = self.predict.event()
         # On the CPU, work is done once it has been issued.
         self.immediate = self.compute.immediate and self.predict.immediate
         self.weight_gradients = Buffer(f"weight gradients of stage {index}")
@@ -66,6 +62,11 @@ class Stage:
         self.module_buffers = Buffer(f"module buffers of stage {index}")
         self._shared: tuple[Buffer, ...] = (self.module_buffers,)
         self._no_weights = Buffer(f"weights of stage {index}, which has none")
+        # The last update on the compute stream, and whether it and uses of weights are marked.
+        self._changed: Point = DONE
+        self._marks_uses = False
+        self._used = False  # whether this run has computed
+        self._lends = False  # weights, to copies in other stages
         self.random = StageRandom(index, device, replica)
         self.recomputes = recomputes
         replicas = processes.replicas.counts[index]
@@ -113,6 +114,14 @@ class Stage:
     def share(self, buffer: Buffer) -> None:
         self._shared = (*self._shared, buffer)
 
+    def note_lending(self) -> None:
+        self._lends = True
+
+    @property
+    def updates_apart(self) -> bool:
+        """Whether passes or other stages use the prediction stream for its updates."""
+        return bool(self.passes) or self._lends
+
     def computing(
         self, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = (), weights: bool = False
     ) -> AbstractContextManager[object]:
@@ -124,7 +133,34 @@ class Stage:
             return NOTHING
         if weights:
             reads = (self.working, *reads)
+            if self._marks_uses and self.storage is not None:
+                self.storage.bound.read = DONE  # whoever writes it has to wait for this use
         return self.compute.using(reads=reads, writes=writes)
+
+    def note_use(self) -> None:
+        """Note that computation has used the weights that the module has now."""
+        self._used = True
+        if self._marks_uses and self.storage is not None:
+            self.storage.bound.read = self.compute.mark()
+
+    def note_update(self) -> None:
+        """Note an update on the compute stream."""
+        if self._marks_uses:
+            self._changed = self.compute.mark()
+
+    def wait_for_uses(self, *buffers: VersionBuffer, again: bool = True) -> None:
+        """Order the prediction stream's next work after updates, and after uses of these buffers.
+
+        ``again``: whether there will probably be more such work. Most stages never have any: their
+        updates write all weights. So uses are marked only after this was called once, and until
+        then the prediction stream waits for all computation.
+        """
+        if self._marks_uses:
+            for point in (self._changed, *(buffer.read for buffer in buffers)):
+                self.predict.wait(point)
+        elif self._used:
+            self.predict.wait_stream(self.compute)
+            self._marks_uses = again and not self.immediate
 
     @contextmanager
     def changing_gradients(self, wide: bool = False) -> Iterator[list[Tensor]]:
@@ -134,7 +170,7 @@ class Stage:
         Yields the gradients of the stage's trainable parameters, without those that have none.
         """
         params = () if self.weights is None else self.weights.params
-        self.predict.wait(self.computed)
+        self.predict.wait_stream(self.compute)
         buffers = {"reads": self.memory, "writes": (self.weight_gradients,)}
         with self.predict.using(**buffers), torch.no_grad():
             if wide and self.weights is not None:
@@ -144,10 +180,10 @@ class Stage:
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Let an observer read the weights in a ``with`` block, ordered with all writes to them."""
-        # On the stream that writes them: this waits for no other stage and no communication.
+        # Not on the stream that computes: this waits for no other stage and no communication.
+        self.wait_for_uses()
         with self.predict.using(reads=self.memory), torch.no_grad():
             yield
-        self.predict.record(self.loaded)  # for whoever writes them next
 
     def carry_own_writes(self, own: OwnWrites) -> None:
         """Change the true weights as the module has changed those that it computes with."""
@@ -159,16 +195,14 @@ class Stage:
                 "replicas with other samples would not change it alike; leave that to a hook of "
                 "the optimizer's step, or train without replicas"
             )
-        self.compute.record(self.computed)
-        self.predict.wait(self.computed)
+        self.predict.wait_stream(self.compute)
         with self.predict.using(writes=self.memory), torch.no_grad():
             own.carry_over(weights.versions.version)
         self.weights_written()
 
     def weights_written(self) -> None:
         """Order later computation after all weights written so far."""
-        self.predict.record(self.loaded)
-        self.compute.wait(self.loaded)
+        self.compute.wait_stream(self.predict)
 
     # Passes.
 
@@ -240,7 +274,7 @@ class Stage:
 
     def hold_weights(self, factor: Callable[[int], float] | None) -> None:
         """Begin a run with the weights that the module has; ``factor``: see ``StageWeights``."""
-        weights = self.weights
+        weights, self._used = self.weights, False
         self.guarded = [p for p in self.module.parameters() if p.requires_grad]
         if weights is None:
             return
@@ -257,9 +291,9 @@ class Stage:
         self._aside = []
         if self.weights is not None:
             self.weights.guard.take()
+            self.predict.wait_stream(self.compute)
             with self.predict.using(writes=self.memory):
                 self.weights.end()
-            self.predict.record(self.loaded)
             self.guard.take(self.guarded)
 
     def lend(self) -> None:

@@ -119,43 +119,55 @@ class StageRun:
 
     def advance(self) -> bool:
         """Run the next instruction and joined ones until one waits; return whether a step ran."""
-        cursor, progress = self.cursor, False
-        while True:
-            if self._waiting is not None:
-                taken, first = self._waiting
-            elif (next_one := cursor.take()) is not None:
-                taken, first = next_one, 0
-            else:
-                break
-            computes, i, j = taken
-            of_instruction = self._program[computes][j]
-            for number in range(first, len(of_instruction)):
-                kind, waits_for, run = of_instruction[number]
-                if waits_for is not None and not waits_for:
-                    self._waiting = taken, number
-                    return progress
-                if STATE.pending is not None:
-                    boundary()
-                try:
-                    run(i, j)
-                except RankError:
-                    raise
-                except Exception as error:
-                    if kind is Kind.PULL:  # the caller's own iterator, or a bad batch from it
+        cursor, progress, entered = self.cursor, False, False
+        stream = None if self.stage.immediate else self.stage.compute
+        try:
+            while True:
+                if self._waiting is not None:
+                    taken, first = self._waiting
+                elif (next_one := cursor.take()) is not None:
+                    taken, first = next_one, 0
+                else:
+                    break
+                computes, i, j = taken
+                of_instruction = self._program[computes][j]
+                for number in range(first, len(of_instruction)):
+                    kind, waits_for, run = of_instruction[number]
+                    if waits_for is not None and not waits_for:
+                        self._waiting = taken, number
+                        return progress
+                    if STATE.pending is not None:
+                        boundary()
+                    # Enter the stream once for all steps, but not for the caller's own code.
+                    if stream is not None and not entered and kind is not Kind.PULL:
+                        stream.__enter__()
+                        entered = True
+                    try:
+                        run(i, j)
+                    except RankError:
                         raise
-                    notes = getattr(error, "__notes__", ())
-                    reason = "; ".join((f"{type(error).__name__}: {error}", *notes))
-                    raise StageError(self.stage.index, i, kind.value, reason) from error
-                progress = True
-                if cursor.minibatches is not None and i >= cursor.minibatches:
-                    break  # the stage has learned that the run ended before this
-            self._waiting, progress = None, True
-            if computes is Kind.UPDATE:
-                cursor.end_minibatch(i)
-            following = cursor.upcoming
-            if following is None or following[0] not in self._joined:
-                break
+                    except Exception as error:
+                        if kind is Kind.PULL:  # the caller's own iterator, or a bad batch from it
+                            raise
+                        raise self._failure(error, kind, i) from error
+                    progress = True
+                    if cursor.minibatches is not None and i >= cursor.minibatches:
+                        break  # the stage has learned that the run ended before this
+                self._waiting, progress = None, True
+                if computes is Kind.UPDATE:
+                    cursor.end_minibatch(i)
+                following = cursor.upcoming
+                if following is None or following[0] not in self._joined:
+                    break
+        finally:
+            if entered and stream is not None:
+                stream.__exit__()
         return progress
+
+    def _failure(self, error: Exception, kind: Kind, i: int) -> StageError:
+        notes = getattr(error, "__notes__", ())
+        reason = "; ".join((f"{type(error).__name__}: {error}", *notes))
+        return StageError(self.stage.index, i, kind.value, reason)
 
     @property
     def waits(self) -> bool:

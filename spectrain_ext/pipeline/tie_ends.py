@@ -80,6 +80,7 @@ class Lender:
         self._trained = [p for p, m in zip(self._params, tie.members, strict=True) if m.trained]
         self.stage, self.tie, self.weights, self.gradients = stage, tie, weights, gradients
         self.copy = copy  # None: it is in another process
+        stage.note_lending()
 
     @property
     def arrived(self) -> Sized | None:
@@ -103,22 +104,20 @@ class Lender:
 
     def _send(self, tensors: Sequence[Tensor], source: Buffer) -> None:
         stage = self.stage
-        read = self.weights.send(Message(tuple(tensors)), source, stage.loaded)
+        read = self.weights.send(Message(tuple(tensors)), source, stage.predict.mark())
         stage.predict.wait(read)  # before anything writes them
-        stage.predict.record(stage.loaded)
 
     def send_true(self) -> None:
         """Send the true weights, after the last update or outside of a run."""
         stage, weights = self.stage, self.stage.weights
         true = weights.true_weights() if weights is not None and weights.bound else {}
         sent = Buffer(f"true weights of stage {stage.index} that others have as well")
-        stage.predict.wait(stage.computed)
+        stage.predict.wait_stream(stage.compute)
         if true and weights is not None and weights.updater.has_modes:
             with stage.predict.using(writes=stage.memory):
                 weights.updater.set_mode("eval")  # as the end of the run will do
         with stage.predict.using(reads=stage.memory, writes=(sent,)):
             tensors = [true.get(p, p).detach().to(p.dtype) for p in self._params]
-        stage.predict.record(stage.loaded)
         self._send(tensors, sent)
         self.weights.end()
 
@@ -139,7 +138,6 @@ class Lender:
                     p.grad = gradient + p.grad
                 else:
                     p.grad.add_(gradient)
-        stage.compute.record(stage.computed)
         self.gradients.free(slot)
 
     def end(self) -> None:
@@ -182,7 +180,7 @@ class Borrower:
         self._own: list[Tensor] = []  # the memory of the copies between runs
         self._now: Slot | None = None  # for the next forwards
         self._of: dict[tuple[int, int], Slot] = {}  # by microbatch, for its backward
-        self._gradients_sent.reset()
+        self._gradients_sent.free()
         for each in self._copies:
             each.held.grad = None
 
@@ -249,8 +247,8 @@ class Borrower:
             each.held.grad = None
         sent = Buffer(f"gradients of others' weights in stage {stage.index}")
         stage.compute.writes(sent)
-        stage.compute.record(stage.computed)
-        read = self.gradients.send(Message(found), sent, stage.computed)
+        read = self.gradients.send(Message(found), sent, stage.compute.mark())
+        self._gradients_sent.free()
         self._gradients_sent.hold(read, sent, found)
 
     def take_true(self) -> None:
@@ -267,7 +265,6 @@ class Borrower:
             for own, tensor in zip(self._own, slot.message.tensors, strict=True):
                 assert tensor is not None
                 own.copy_(tensor)
-        stage.compute.record(stage.computed)
         self.weights.free(slot)
         self._now = None
 
@@ -282,13 +279,11 @@ class Borrower:
             each.held.data = own
         self._forget()
         if home is not None:  # which has the true weights again
-            home.predict.wait(self.stage.computed)
+            home.predict.wait_stream(self.stage.compute)
             with home.predict.using(reads=(home.working,), writes=(self._memory,)):
                 for each in self._copies:
                     each.follow(changed=True)
-            home.predict.record(home.loaded)
-            self.stage.predict.wait(home.loaded)
-            self.stage.predict.record(self.stage.loaded)
+            self.stage.predict.wait_stream(home.predict)
 
 
 def ends_of(

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 from spectrain_ext.rng import RNG_LOCK
 from spectrain_ext.schedule import Kind
-from spectrain_ext.transport import Buffer, Event
+from spectrain_ext.transport import DONE, Buffer, Point
 from spectrain_ext.weights import StageWeights
 from spectrain_ext.weights.storage import Storage
 
 from .cursor import Cursor
-from .loads import note_written
 from .norms import Clipping, GlobalNorm, gradient_norm
 from .passes import Handler, hooks
 from .stage import Stage
@@ -35,7 +34,7 @@ class Updates:
         self.divisor: Tensor | None = None  # of the last update
         stage.note_clipped(None)
         self._norm_of = (*hooks(stage.passes, "gradient_norm"), gradient_norm)[0]
-        self._gradients_read: tuple[Event, list[Tensor | None]] | None = None
+        self._gradients_read: tuple[Point, list[Tensor | None]] | None = None
 
     def handlers(self) -> dict[Kind, Handler]:
         weights = self._stage.weights
@@ -71,7 +70,7 @@ class Updates:
         stage, norm = self._stage, self.norm
         assert norm is not None
         predict, buffer = stage.predict, Buffer(f"gradient norm of stage {stage.index}")
-        predict.wait(stage.computed)
+        predict.wait_stream(stage.compute)
         params = () if stage.weights is None else stage.weights.params
         with predict.using(reads=(stage.weight_gradients,), writes=(buffer,)):
             norm_here = self._norm_of(params, stage.device).double()
@@ -86,7 +85,7 @@ class Updates:
         if stage.skips:
             return
         predict = stage.predict
-        predict.wait(stage.computed)
+        predict.wait_stream(stage.compute)
         if globally:
             assert self.norm is not None
             norm = self.norm.take(i, predict, stage.device)
@@ -117,7 +116,7 @@ class Updates:
             with RNG_LOCK:  # a hook may draw random numbers
                 step(update)
         else:
-            self._on_stream(stage, weights, weights.storage, step, update)
+            self._on_stream(stage, weights, weights.storage, step, update, forward)
 
     def _on_stream(
         self,
@@ -126,20 +125,30 @@ class Updates:
         storage: Storage,
         step: Callable[[Update], None],
         update: Update,
+        forward: tuple[int, int] | None,  # the next instruction; None: not a forward
     ) -> None:
-        predict = stage.predict
-        predict.wait(stage.computed)
+        # If the next instruction reads what the update writes, no computation overlaps with it.
+        apart = stage.updates_apart or not weights.versions.is_read_next(update, forward)
+        stream, other = stage.predict, stage.compute
+        if not apart:
+            stream, other = other, stream
+        stream.wait_stream(other)
         changed = {storage.true, update.kept or storage.true, update.room or storage.true}
         gradients = [p.grad for p in weights.params]
         reads = [stage.weight_gradients]
         if update.before is not None and update.before not in changed:
             reads.append(update.before.memory)
         writes = [stage.optimizer_state, *(buffer.memory for buffer in changed)]
-        with predict.using(reads=reads, writes=writes), RNG_LOCK:
+        with stream.using(reads=reads, writes=writes), RNG_LOCK:
             step(update)
-        note_written(stage, *changed)
-        # Held until the compute stream has waited for the step, as it would reuse their memory.
-        self._gradients_read = stage.loaded, gradients
+        written = stream.mark() if apart else DONE
+        for buffer in changed:
+            buffer.written = written
+        if apart:
+            # Held until the compute stream has waited for the step, as it would reuse their memory.
+            self._gradients_read = written, gradients
+        else:
+            stage.note_update()
 
     def free_gradients(self) -> None:
         """Let the compute stream reuse the memory of gradients that an update has read."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from spectrain_ext.rng import StageRandom
 from spectrain_ext.schedule import Replicas
-from spectrain_ext.transport import Buffer, Event, Stream
+from spectrain_ext.transport import Buffer, Stream
 from spectrain_ext.weights import StageWeights
 
 from .norms import GlobalNorm
@@ -36,7 +36,6 @@ class StageView(Protocol):
         late: the updates by which its gradients are late under the present method.
         recomputes: whether backwards run its forward again.
         compute, predict: its streams.
-        computed: the end of the computation issued so far.
         weight_gradients, module_buffers: stand for this memory.
     """
 
@@ -49,7 +48,6 @@ class StageView(Protocol):
     recomputes: bool
     compute: Stream
     predict: Stream
-    computed: Event
     weight_gradients: Buffer
     module_buffers: Buffer
 

@@ -110,7 +110,10 @@ class Wires:
             if self.evaluates and traffic is not Traffic.GRADIENTS:
                 # Forwards only: the microbatches being computed, and the next one.
                 depth = self.applied.places[to.index].microbatches + 1
-            end = self._local[traffic, a, b] = Edge(name, source, to.device, to.compute, depth)
+            # A sender's window is closed until gradients come, or activations that follow them.
+            answered = traffic in (Traffic.ACTIVATIONS, Traffic.GRADIENTS) and not self.evaluates
+            end = Edge(name, source, to.device, to.compute, depth, answered)
+            self._local[traffic, a, b] = end
         return end
 
     def follow(self, applied: AppliedMethod) -> None:
@@ -226,14 +229,9 @@ class Wires:
             for buffer in stage.shared:
                 callers_stream(stage.device).writes(buffer)
         for device in {stage.device for stage in self.stages}:
-            caller = callers_stream(device)
-            event = caller.event()
-            caller.record(event)
+            point = callers_stream(device).mark()
             for stream in self.streams():
-                stream.wait(event)
-        for stage in self.stages:
-            stage.compute.record(stage.computed)
-            stage.predict.record(stage.loaded)
+                stream.wait(point)
 
     def let_caller_follow(self) -> None:
         """Order the caller's later work after all computations and loads issued so far."""
@@ -241,8 +239,8 @@ class Wires:
             return
         for stage in self.stages:
             caller = callers_stream(stage.device)
-            caller.wait(stage.computed)
-            caller.wait(stage.loaded)
+            caller.wait_stream(stage.compute)
+            caller.wait_stream(stage.predict)
             for buffer in stage.shared:
                 caller.may_read(buffer)
 

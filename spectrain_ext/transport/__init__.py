@@ -14,9 +14,10 @@ from .message import (
     map_tensors,
     tensors_in,
 )
-from .streams import Buffer, CudaStream, Event, Stream, callers_stream, captured, new_stream
+from .streams import DONE, Buffer, CudaStream, Point, Stream, callers_stream, captured, new_stream
 
 __all__ = [
+    "DONE",
     "LEAST_BYTES",
     "MOST_BYTES",
     "NO_HEADER",
@@ -24,10 +25,10 @@ __all__ = [
     "Buffer",
     "CudaStream",
     "Edge",
-    "Event",
     "Header",
     "Message",
     "Microbatches",
+    "Point",
     "Receiver",
     "Sender",
     "Slot",

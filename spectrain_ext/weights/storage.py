@@ -16,7 +16,7 @@ from spectrain_ext.operators.calls import Lists, Role
 from spectrain_ext.optim.stepper import Stepper
 from spectrain_ext.optim.swaps import shift
 from spectrain_ext.schedule import Rules
-from spectrain_ext.transport import Buffer, Event
+from spectrain_ext.transport import DONE, Buffer, Point
 from spectrain_ext.transport.message import dense_strides
 
 if TYPE_CHECKING:
@@ -106,9 +106,8 @@ class VersionBuffer:
     flat: Flat
     memory: Buffer  # stands for its memory
     content: Content | None = None  # None: nothing useful
-    written: Event | None = None  # the last write, on the stream that writes weights
-    read: Event | None = None  # the last read, on the stream that computes
-    awaited: bool = True  # whether that stream has waited for the last write
+    written: Point = DONE  # the last write, if it was on the stream that predicts
+    read: Point = DONE  # the last use, on the stream that computes; see ``Stage.wait_for_uses``
     watch: _C.Watch | None = None  # detects parameters that left, once they were here
 
 

@@ -107,6 +107,19 @@ class Versions(Reader[Content]):
         written = self._following(forward, moves, rates_move)
         return Update(None if written is None else self.room(written), kept, before)
 
+    def is_read_next(self, update: Update, forward: tuple[int, int] | None) -> bool:
+        """Whether the stage's next instruction, a ``forward``, reads what an update writes."""
+        if self.loads_nothing:
+            return True  # whatever the instruction is
+        if forward is None or not self._begins(forward) or not self._storage.predicts:
+            return False
+        true = self._reads_master and self._ahead(self.version, forward[0]) == Content(self.version)
+        return self._reads_newest and (update.room is not None or true)
+
+    def _begins(self, forward: tuple[int, int]) -> bool:
+        """Whether a forward may read the newest weights, and not those of its minibatch."""
+        return self._first is None or self._first[0] != forward[0]
+
     def _following(
         self, forward: tuple[int, int] | None, moves: bool, rates_move: bool
     ) -> Content | None:
@@ -116,7 +129,7 @@ class Versions(Reader[Content]):
             return None
         if self.written is not None:  # it needs the gradient: only the step can write it
             return self.written
-        if moves or forward is None or (self._first is not None and self._first[0] == forward[0]):
+        if moves or forward is None or not self._begins(forward):
             return None
         content = self._ahead(self.version, forward[0])
         if content.law is None:

@@ -140,12 +140,9 @@ class Device:
         self.stream, self.drops, self.buffers = new_stream("NCCL", CPU), drops, {}
 
     def begins(self, body):
-        caller, done = callers_stream(CPU), self.stream.event()
-        begun = caller.event()
-        caller.record(begun)
-        self.stream.wait(begun)
+        self.stream.wait_stream(callers_stream(CPU))
         self.stream.reads(self.buffers[body.data_ptr()])
-        self.stream.record(done)
+        done = self.stream.mark()
         return SimpleNamespace(wait=lambda: self.drops or callers_stream(CPU).wait(done))
 
 
@@ -175,11 +172,9 @@ def test_a_body_leaves_before_its_header_and_only_copies_wait_for_it(monkeypatch
         sender, done = sends_by(device, monkeypatch)
         compute, source = new_stream("compute", CPU), Buffer("source")
         for n in range(6):
-            ready = compute.event()
             with compute.using(writes=(source,)):
                 pass
-            compute.record(ready)
-            compute.wait(sender.send(MESSAGE, source, ready))
+            compute.wait(sender.send(MESSAGE, source, compute.mark()))
             # By the end of its window: a body in the same memory has then been received.
             assert compute._seen.get(device.stream, 0) == max(0, n - 1)
         assert done[:3] == ["body", "header", "header"]  # it announces the layout
@@ -241,9 +236,9 @@ class Loop:
 def test_a_wait_that_staging_misses_is_noticed(dropped, found, monkeypatch):
     wait, loop = CheckedStream.wait, Loop()
 
-    def waits(stream, event):
+    def waits(stream, point):
         if dropped is None or not stream.name.startswith(dropped):
-            wait(stream, event)
+            wait(stream, point)
 
     monkeypatch.setattr(CheckedStream, "wait", waits)
     monkeypatch.setattr(dist, "get_group_rank", lambda *_: 1)
@@ -256,7 +251,7 @@ def test_a_wait_that_staging_misses_is_noticed(dropped, found, monkeypatch):
         receiver.begin()
         for n in range(7):
             message = Message((torch.full((16,), float(n)),), (False,))
-            sender.send(message, Buffer("source"), used.event())
+            sender.send(message, Buffer("source"))
             sender.flush()
             slot = receiver.receive()
             used.reads(slot.buffer)

@@ -1,6 +1,6 @@
 """CPU streams that check the order of work: inner, because they stand for the CPU's own.
 
-They raise an error, by vector clocks, for work that no event orders.
+They raise an error, by vector clocks, for work that no point orders.
 """
 
 from __future__ import annotations
@@ -8,26 +8,27 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager
 
-from spectrain_ext.transport import Stream, streams
+from spectrain_ext.transport import DONE, Stream, streams
 
 
 class OrderingError(RuntimeError):
     """A stream used a buffer without waiting for a conflicting use on another stream."""
 
 
-class CheckedEvent:
-    """What a checked stream had seen of every stream when it recorded the event."""
+class CheckedPoint:
+    """What a checked stream had seen of every stream when it marked the point."""
 
-    def __init__(self, done):
-        self.seen = {}
-        self._done = done
+    def __init__(self, seen, done):
+        self.seen, self._done = seen, done
 
     def synchronize(self):
         _merge(self._done, self.seen)
 
+    def fix(self): ...
+
 
 class CheckedStream(Stream):
-    """The CPU as a stream that checks that events order all uses of a buffer."""
+    """The CPU as a stream that checks that points order all uses of a buffer."""
 
     immediate = False
 
@@ -48,22 +49,19 @@ class CheckedStream(Stream):
             yield
         finally:
             _current.stream = outer
-        # The uses end here: an event that was recorded inside does not cover them.
+        # The uses end here: a point that was marked inside does not cover them.
         for buffer in reads:
             _readers(buffer)[self] = self._tick()
         for buffer in writes:
             buffer.written = self, self._tick()
 
-    def event(self):
-        return CheckedEvent(self.done)
+    def mark(self):
+        return CheckedPoint(dict(self._seen), self.done)
 
-    def record(self, event):
-        assert isinstance(event, CheckedEvent)
-        event.seen = dict(self._seen)
-
-    def wait(self, event):
-        assert isinstance(event, CheckedEvent)
-        _merge(self._seen, event.seen)
+    def wait(self, point):
+        if point is not DONE:
+            assert isinstance(point, CheckedPoint)
+            _merge(self._seen, point.seen)
 
     def reads(self, buffer):
         self._check_written(buffer, "reads")
@@ -92,7 +90,7 @@ class CheckedStream(Stream):
 
     def _check(self, buffer, verb, earlier, stream, time):
         if max(self._seen.get(stream, 0), self.done.get(stream, 0)) < time:
-            # On the CPU the result is right anyway, without events between the two uses.
+            # On the CPU the result is right anyway, without points between the two uses.
             raise OrderingError(
                 f"{self.name} {verb} {buffer.name} without waiting for {stream.name}, "
                 f"which has {earlier} it"

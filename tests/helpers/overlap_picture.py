@@ -44,11 +44,12 @@ def look(work):
 
 
 def row(work):
-    """Return the row of a work: of each stage its weights, computation, and copies to others."""
+    """Return where the row of a work's stream is: predictions, computation, copies of a stage."""
     k, kind, *_ = work.step
     if kind is Kind.SEND_GRADIENT:
         k -= 1
-    return 4 * k + {Kind.UPDATE: 0, Kind.SEND_ACTIVATION: 2, Kind.SEND_GRADIENT: 3}.get(kind, 1)
+    within = {Kind.SEND_ACTIVATION: 2, Kind.SEND_GRADIENT: 3}
+    return 4 * k + within.get(kind, int("compute" in work.lane.name))
 
 
 def events(order, work):
@@ -63,27 +64,31 @@ def draw(path):
     record = run()
     times = record.times(lambda work: (look(work) or (0, 0))[1])
     works = [work for work in record.works if look(work)]
-    rows = {row(work): work.lanes[0].name.removeprefix("copy stream of ") for work in works}
     shown = [work for work in works if work.step[2] == SHOWN]
     begin, end = times[shown[0]][0] - 4, max(times[work][1] for work in shown)
+    works = [work for work in works if times[work][0] < end - 0.5 and times[work][1] > begin + 0.5]
+    names = {row(work): work.lane.name.removeprefix("copy stream of ") for work in works}
+    at = {row: n for n, row in enumerate(sorted(names))}
     with picture(path, 11, 4.2) as figure:
         axes = figure.add_subplot()
         for work in works:
             start, stop = max(times[work][0], begin), min(times[work][1], end)
-            if stop - start < 0.5:
-                continue
             name, _, color, ink = look(work)
             alpha, ink = (1, ink) if work in shown else (0.2, "black")
-            axes.barh(row(work), stop - start, 0.8, start, color=color, alpha=alpha, ec="white")
-            where, name = ((start + stop) / 2, row(work)), f"{name}{work.step[2]}"
+            axes.barh(at[row(work)], stop - start, 0.8, start, color=color, alpha=alpha, ec="white")
+            where, name = ((start + stop) / 2, at[row(work)]), f"{name}{work.step[2]}"
             axes.text(*where, name, color=ink, ha="center", va="center_baseline", fontsize=8)
         order = record.order()
         for work in shown:
             for other in events(order, work):
-                tip, arrow = (times[work][0], row(work)), {"arrowstyle": "->", "color": "#D55E00"}
-                axes.annotate("", tip, (times[other][1], row(other)), arrowprops=arrow)
-        axes.set_yticks(list(rows), rows.values(), fontsize=8)
-        axes.set(xlim=(begin, end), ylim=(max(rows) + 0.6, -0.6), xlabel="time", xticks=[])
+                tip, arrow = (
+                    (times[work][0], at[row(work)]),
+                    {"arrowstyle": "->", "color": "#D55E00"},
+                )
+                begins = times[other][1], at[row(other)]
+                axes.annotate("", tip, begins, arrowprops=arrow)
+        axes.set_yticks(list(at.values()), [names[row] for row in at], fontsize=8)
+        axes.set(xlim=(begin, end), ylim=(len(at) - 0.4, -0.6), xlabel="time", xticks=[])
         axes.spines[["top", "right"]].set_visible(False)
 
 

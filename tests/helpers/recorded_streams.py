@@ -6,16 +6,16 @@ on stand-ins for torch's streams and events, which note what they order. The rec
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from traceback import extract_stack
 
-import pytest
 import torch
+from cuda_calls import CountedEvent, CountedLane, CountedStream, stood_in
 from torch.overrides import TorchFunctionMode
 
 import spectrain_ext as st
-from spectrain_ext.transport import CudaStream, Stream, new_stream
+from spectrain_ext.transport import Stream
 
 from .checked_streams import checked_streams
 
@@ -27,7 +27,7 @@ class Work:
     Attributes:
         number: in the order of issue.
         step: stage, kind of step, minibatch and microbatch; None: outside of the steps.
-        lanes: where it runs: on one torch stream, a copy between devices on two.
+        lane: the torch stream on which it runs.
         reads, writes: names of buffers.
         after: the works that streams, events and the CPU order directly before it.
         conflicts: works that used the same buffer before, with "RAW", "WAR" or "WAW" and its name.
@@ -35,7 +35,7 @@ class Work:
 
     number: int
     step: tuple | None
-    lanes: list[Lane]
+    lane: Lane
     reads: list[str]
     writes: list[str]
     after: set[Work]
@@ -43,7 +43,7 @@ class Work:
 
     @property
     def by_caller(self):
-        return self.lanes[0].name == CALLERS
+        return self.lane.name == CALLERS
 
     def __repr__(self):
         return f"work {self.number} of {self.step}"
@@ -52,45 +52,50 @@ class Work:
 CALLERS = "the caller's stream"
 
 
-class Lane:
+class Lane(CountedLane):
     """Stands for a ``torch.cuda.Stream``. ``last``: what its next work comes after."""
 
     def __init__(self, device, name=""):
-        self.device, self.name = device, name
+        super().__init__(device, name)
         self.last: frozenset[Work] = frozenset()
         self.conflicts: dict[Work, tuple[str, str]] = {}  # of its next work, besides its own
 
     def wait_event(self, event):
+        super().wait_event(event)
         self.last |= event.last
 
     def synchronize(self):
         _now[-1].host_waits(self.last)
 
 
-class LaneEvent:
+class LaneEvent(CountedEvent):
     """Stands for a ``torch.cuda.Event``."""
 
     last: frozenset[Work] = frozenset()
 
     def record(self, lane):
+        super().record(lane)
         self.last = lane.last
 
     def synchronize(self):
         _now[-1].host_waits(self.last)
 
 
-class RecordedStream(CudaStream):
+class RecordedStream(CountedStream):
     """The package's stream, which also notes who uses a buffer."""
 
     @contextmanager
     def using(self, *, reads=(), writes=()):
-        work = _now[-1].issued(self._streams, reads, writes)
-        before = [lane.last for lane in self._streams]
-        with super().using(reads=reads, writes=writes):
+        using, lane = super().using(reads=reads, writes=writes), self.lane
+        work, before = _now[-1].issued(lane, reads, writes), lane.last
+        with using:
             yield
-        assert before == [lane.last for lane in self._streams], "a wait inside of a work"
-        for lane in self._streams:
-            lane.last = frozenset({work})
+        assert before == lane.last, "a wait inside of a work"
+        lane.last = frozenset({work})
+
+    def copied(self, pairs, reads, writes):
+        self.lane.last = frozenset({_now[-1].issued(self.lane, reads, writes)})
+        super().copied(pairs, reads, writes)
 
     def reads(self, buffer):
         self._declare(reads=(buffer,))
@@ -99,21 +104,21 @@ class RecordedStream(CudaStream):
         self._declare(writes=(buffer,))
 
     def _declare(self, **buffers):
-        if self._streams[0].name == CALLERS:  # there may be work of the caller's
-            with self.using(**buffers):
-                return
-        for lane in self._streams:  # memory that whatever comes next may get
-            lane.conflicts |= _now[-1].conflicts(**buffers)
+        if self.lane.name == CALLERS:  # there may be work of the caller's
+            self.lane.last = frozenset({_now[-1].issued(self.lane, **buffers)})
+            return
+        # Memory that whatever comes next may get.
+        self.lane.conflicts |= _now[-1].conflicts(**buffers)
 
 
 class Record:
     """The works of a run in the order of issue, and where the CPU waited for a device."""
 
-    def __init__(self, callers):
+    def __init__(self):
         self.works: list[Work] = []
         self.waits: list[tuple[tuple | None, str, frozenset[Work]]] = []  # step, function, for what
         self.step = None
-        self._callers = callers
+        self.callers: list[Lane] = []
         self._host: frozenset[Work] = frozenset()  # what the CPU has waited for
         self._uses = {}  # by buffer: the last work that wrote it, and those that read it since
 
@@ -124,14 +129,13 @@ class Record:
             for result in pipe.run(data, trace=_Steps(self)):
                 use(result)
 
-    def issued(self, lanes, reads, writes):
-        after = {work for lane in lanes for work in lane.last} | self._host
+    def issued(self, lane, reads=(), writes=()):
+        after = lane.last | self._host
         names = [[buffer.name for buffer in buffers] for buffers in (reads, writes)]
-        work = Work(len(self.works), self.step, list(lanes), *names, after)
+        work = Work(len(self.works), self.step, lane, *names, set(after))
         work.conflicts |= self.conflicts(reads, writes)
-        for lane in lanes:
-            work.conflicts |= lane.conflicts
-            lane.conflicts = {}
+        work.conflicts |= lane.conflicts
+        lane.conflicts = {}
         for buffer in reads:
             self._uses.setdefault(buffer, (None, []))[1].append(work)
         for buffer in writes:
@@ -151,8 +155,12 @@ class Record:
     def host_waits(self, works=None):
         """The CPU waits for these works, or for the caller's streams."""
         if works is None:
-            works = frozenset().union(*(lane.last for lane in self._callers))
-        inside = [frame.name for frame in extract_stack() if "/spectrain_ext/" in frame.filename]
+            works = frozenset().union(*(lane.last for lane in self.callers))
+        inside = [
+            frame.name
+            for frame in extract_stack()
+            if "/spectrain_ext/" in frame.filename and not frame.filename.endswith("streams.py")
+        ]
         self.waits.append((self.step, inside[-1] if self.step else "the caller", works))
         self._host |= works
 
@@ -218,29 +226,23 @@ def recorded(devices, batches_on=None):
     ``batches_on``: the stage that shares its device with the caller's batches; None: the CPU.
     """
     places = [torch.device("cuda", device) for device in devices]
-    callers = {place: Lane(place, CALLERS) for place in places}
+    lanes = {}
+    record = Record()
 
-    def cpu_stream(name):
-        if name is None:
-            return RecordedStream([callers[places[-1]]])
-        numbers = [int(word) for word in name.split() if word.isdigit()]
-        stream = new_stream(name, *([places[k] for k in numbers] or [places[-1]]))
-        for lane in stream._streams:
-            lane.name = name
-        return stream
+    def lane(device, name=""):
+        made = Lane(device, name)
+        if name == CALLERS:
+            lanes[device] = made
+            record.callers.append(made)
+        return made
 
-    def of_batches(device):
-        return Stream() if batches_on is None else RecordedStream([callers[places[batches_on]]])
+    def callers(device):
+        if device is not None and batches_on is None:
+            return Stream()
+        place = places[-1 if device is None else batches_on]
+        return RecordedStream(lanes[place], own=False)
 
-    record = Record(callers.values())
-    with pytest.MonkeyPatch.context() as patch, checked_streams(cpu_stream):
-        patch.setattr("spectrain_ext.transport.streams.CudaStream", RecordedStream)
-        patch.setattr("spectrain_ext.pipeline.source.callers_stream", of_batches)
-        patch.setattr("spectrain_ext.transport.local.callers_stream", of_batches)  # pinned copies
-        patch.setattr(torch.cuda, "Stream", Lane)
-        patch.setattr(torch.cuda, "Event", LaneEvent)
-        patch.setattr(torch.cuda, "stream", lambda lane: nullcontext())
-        patch.setattr(torch.Tensor, "record_stream", lambda tensor, lane: None)
+    with checked_streams(), stood_in(places, RecordedStream, lane, LaneEvent, callers):
         _now.append(record)
         try:
             yield record

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import contextmanager, nullcontext
+from typing import ClassVar
 
 import pytest
 import torch
@@ -15,15 +16,35 @@ from helpers.pipeline_cases import batches, close, float64, losses, mse, sgd, ta
 from torch import nn
 
 import spectrain_ext as st
-from spectrain_ext.transport import Stream, callers_stream, new_stream
+from spectrain_ext.transport import CudaStream, Stream, callers_stream, new_stream
 
-HOST = torch.device("cpu")
 ZERO, ONE = torch.device("cuda", 0), torch.device("cuda", 1)
 
 
+class OnZero(torch.Tensor):
+    """A CPU tensor that claims to be on another device."""
+
+    device, is_cuda = ZERO, True
+
+
+class OnOne(torch.Tensor):
+    device, is_cuda = ONE, True
+
+
 class FakeStream:
+    entered: ClassVar = []  # of all streams, the current one last
+
     def __init__(self, device, log):
         self.device, self.log = device, log
+
+    def __enter__(self):
+        assert self not in self.entered, "a torch stream that is current is entered again"
+        self.entered.append(self)
+        self.log.append(("enter", self))
+
+    def __exit__(self, *_):
+        assert self.entered.pop() is self
+        self.log.append(("leave", self))
 
     def wait_event(self, event):
         self.log.append(("wait", self, event))
@@ -44,7 +65,7 @@ class FakeEvent:
 
 @pytest.fixture
 def log(monkeypatch):
-    calls, entered = [], []
+    calls, entered = [], FakeStream.entered
     current = {ZERO: FakeStream(ZERO, calls), ONE: FakeStream(ONE, calls)}
 
     @contextmanager
@@ -55,6 +76,13 @@ def log(monkeypatch):
         calls.append(("leave", entered.pop()))
         assert calls[-1] == ("leave", found)
 
+    def using(own, **buffers):
+        context = issue(own, **buffers)
+        calls.append(("work", own._stream))
+        return context
+
+    issue = CudaStream.using
+    monkeypatch.setattr(CudaStream, "using", using)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream(device, calls))
     monkeypatch.setattr(torch.cuda, "Event", type("Event", (FakeEvent,), {"log": calls}))
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, s: calls.append(("lend", s, t)))
@@ -72,49 +100,136 @@ def disguised(*places):
         if name is None:
             return callers_stream(places[-1])
         numbers = [int(word) for word in name.replace(",", "").split() if word.isdigit()]
-        devices = [places[k] for k in numbers] or [places[-1]]
-        by_name[name] = new_stream(name, *devices)
+        by_name[name] = new_stream(name, places[numbers[0] if numbers else -1])
         return by_name[name]
 
     with checked_streams(cpu_stream):
         yield by_name
 
 
-def test_a_copy_between_devices_has_a_stream_on_each(log):
-    copies, host = new_stream("copy", ZERO, ONE), Stream()
-    event = copies.event()
-    copies.wait(event)
-    copies.wait(host.event())  # the CPU's work is done when the copy is issued
-    with copies:
+def kinds(log):
+    return [entry[0] for entry in log if entry[0] != "work"]
+
+
+def test_a_point_is_recorded_only_if_it_is_needed(log):
+    one, other = new_stream("one", ZERO), new_stream("other", ONE)
+    with one.using():
         pass
-    copies.record(event)
-    copies.synchronize()
-    kinds = [
-        "wait",
-        "wait",
-        "enter",
-        "enter",
-        "leave",
-        "leave",
-        "record",
-        "synchronize",
-        "synchronize",
+    one.mark()  # nothing holds it
+    with one.using():
+        pass
+    del log[:]
+    first = one.mark()
+    assert one.mark() is first and not log  # no work has come in between
+    other.wait(first)
+    other.wait(first)
+    other.wait_stream(one)  # it has waited for all that there is
+    one.wait(first)
+    assert kinds(log) == ["record", "wait"]
+    with one.using():
+        pass
+    held = one.mark()
+    assert kinds(log)[2:] == ["enter", "leave"]
+    with one.using():  # more work: only now the point can be recorded
+        assert kinds(log)[4:] == ["record", "enter"]
+    del log[:]
+    other.wait(first)  # waited for
+    other.wait(held)
+    assert [entry[:2] for entry in log] == [("wait", other._stream)]
+    three = new_stream("three", ZERO)
+    three.wait(held)
+    three.wait(first)  # an earlier one
+    assert kinds(log) == ["wait", "wait"]
+
+
+def test_a_point_inside_of_work_does_not_cover_its_rest(log):
+    one, other = new_stream("one", ZERO), new_stream("other", ZERO)
+    with one.using():
+        point = one.mark()
+        assert log[-1] == ("record", one._stream, point.fix())
+    other.wait(point)
+    other.wait_stream(one)
+    assert kinds(log).count("record") == 2 and kinds(log).count("wait") == 2
+
+
+def test_events_are_used_again(log):
+    one, other = new_stream("one", ZERO), new_stream("other", ZERO)
+    for _ in range(5):
+        with one.using():
+            pass
+        other.wait_stream(one)
+    assert len({entry[2] for entry in log if entry[0] == "record"}) == 1
+
+
+def test_a_stream_is_entered_once(log):
+    one, other = new_stream("one", ZERO), new_stream("other", ONE)
+    with one:
+        with one.using():
+            pass
+        with other.using(), one.using():  # again, as the other one is current
+            pass
+        with one.using():
+            pass
+    found = [(kind, stream) for kind, stream, *_ in log if kind != "work"]
+    a, b = one._stream, other._stream
+    inner = [("enter", b), ("enter", a), ("leave", a), ("leave", b)]
+    assert found == [("enter", a), *inner, ("leave", a)]
+    with one, other:
+        one.leave()  # as after an exception: with all that were entered in it
+        assert not FakeStream.entered
+        one.__enter__(), other.__enter__()
+
+
+def test_the_host_waits_only_where_it_must(log):
+    stream, host = new_stream("compute", ZERO), Stream()
+    stream.wait(host.mark())  # the CPU's work is done when the next call begins
+    assert not log
+    point = stream.mark()
+    host.wait(point)
+    assert kinds(log) == ["record", "host waits"]
+    caller = callers_stream(ONE)
+    assert caller.mark() is not caller.mark()  # others issue work to it as well
+    assert [entry[1] for entry in log[2:]] == [torch.cuda.current_stream(ONE)] * 2
+
+
+def test_a_copy_on_cuda_does_not_make_its_stream_current(log, monkeypatch):
+    calls = []
+    monkeypatch.setattr("spectrain_ext._C.copy", lambda *call: calls.append(call))
+    monkeypatch.setattr(FakeStream, "cuda_stream", 7, raising=False)
+    monkeypatch.setattr("spectrain_ext.transport.streams._connected", {(ZERO, ONE)})
+    copies = new_stream("copy", ZERO)
+    to, tensor = torch.ones(4, 6).as_subclass(OnOne), torch.ones(4, 6).as_subclass(OnZero)
+    copies.copy([(to, tensor), (to[1:], tensor[:-1])])
+    assert calls == [
+        (to.data_ptr(), tensor.data_ptr(), to.nbytes, 0, 7),
+        (to[1:].data_ptr(), tensor.data_ptr(), to[1:].nbytes, 0, 7),
     ]
-    assert [entry[0] for entry in log] == kinds
-    assert [entry[1].device for entry in log] == [ZERO, ONE, ZERO, ONE, ONE, ZERO, ONE, ZERO, ONE]
+    assert not log
+    copies.copy([(torch.ones(3), torch.ones(3))])  # torch's
+    assert kinds(log) == ["enter", "leave"]
 
 
-def test_one_device_needs_one_stream_and_the_host_waits_only_where_it_must(log):
-    stream = new_stream("compute", ZERO, ZERO)
-    event = stream.event()
-    stream.wait(event)
-    assert len(log) == 1
-    for one in (new_stream("copy", HOST, ONE), callers_stream(ONE)):
-        one.record(one.event())
-        assert log[-1][1].device == ONE
-    assert log[-1][1] is torch.cuda.current_stream(ONE)
-    Stream().wait(event)
-    assert log[-1] == ("host waits", event)
+@pytest.mark.parametrize("tensor", [torch.ones(2, 3).t(), torch.ones(3, 2)])
+def test_what_is_not_as_the_target_is_copied_first(tensor, log, monkeypatch):
+    """On the sender's device: from the CPU, or with other strides."""
+    calls, made, on = [], [], []
+
+    def empty_like(to, device):
+        made.append(torch.empty(to.shape, dtype=to.dtype).as_subclass(OnZero))
+        on.append((device, FakeStream.entered[-1]))
+        return made[-1]
+
+    monkeypatch.setattr("spectrain_ext._C.copy", lambda *call: calls.append(call))
+    monkeypatch.setattr(FakeStream, "cuda_stream", 7, raising=False)
+    monkeypatch.setattr("spectrain_ext.transport.streams._connected", {(ZERO, ONE)})
+    monkeypatch.setattr(torch, "empty_like", empty_like)
+    copies = new_stream("copy", ZERO)
+    if not tensor.is_contiguous():
+        tensor = tensor.as_subclass(OnZero)
+    to = torch.empty(3, 2).as_subclass(OnOne)
+    copies.copy([(to, tensor)])
+    assert on == [(ZERO, copies._stream)] and torch.equal(made[0], tensor)
+    assert calls == [(to.data_ptr(), made[0].data_ptr(), to.nbytes, 0, 7)]
 
 
 def own_events(log):
@@ -134,7 +249,7 @@ def test_a_run_makes_no_call_that_blocks_the_host(log, places, method):
         first = own_events(log)
         losses(pipe, batches(30))
     assert own_events(log) == first  # a longer run makes no additional events
-    assert {entry[0] for entry in log} == {"wait", "record", "enter", "leave", "lend"}
+    assert {*kinds(log)} == {"wait", "record", "enter", "leave", "lend"}
     close(found, expected)
     assert len(by_name) == 2 * 3 + 2 + 4  # compute, prediction, two for batches, edges
 
@@ -159,21 +274,13 @@ def test_the_caller_waits_for_the_last_piece_of_work(log, recompute, fails):
     for name, own in by_name.items():
         if "edge" in name and not fails:  # the stages wait for these
             continue
-        (stream,) = own._streams
-        last = max((n for n, entry in enumerate(log) if entry == ("leave", stream)), default=None)
+        stream = own._stream
+        last = max((n for n, entry in enumerate(log) if entry == ("work", stream)), default=None)
         if last is None:
             continue
         events = [entry[2] for entry in log[last:] if entry[:2] == ("record", stream)]
         waits = any(("wait", caller, event) in log[last:] for event in events)
         assert waits or ("synchronize", stream) in log[last:], name
-
-
-class Elsewhere(torch.Tensor):
-    """A CPU tensor that claims to be on another device."""
-
-    @property
-    def device(self):
-        return ONE
 
 
 def test_every_device_of_a_batch_is_ordered(log):
@@ -186,14 +293,14 @@ def test_every_device_of_a_batch_is_ordered(log):
     with disguised(ZERO) as by_name:
         pipe = st.Pipeline([Add(5, 5)], sgd(), mse, "sync", microbatches=1)
         del log[:]
-        host, other = torch.ones(2, 5), torch.ones(2, 5).as_subclass(Elsewhere)
+        host, other = torch.ones(2, 5), torch.ones(2, 5).as_subclass(OnOne)
         losses(pipe, [((host, other), host)])
     current = torch.cuda.current_stream(ONE)
-    (copies,) = by_name["copy stream of edge batch -> 0"]._streams
-    kinds = [entry[:2] for entry in log]
-    first, last = kinds.index(("record", current)), kinds.index(("enter", copies))
+    copies = by_name["copy stream of edge batch -> 0"]._stream
+    found = [entry[:2] for entry in log]
+    first, last = found.index(("record", current)), found.index(("work", copies))
     assert ("wait", copies, log[first][2]) in log[first:last]
-    copied = kinds.index(("record", copies), last)
+    copied = found.index(("record", copies), last)
     assert ("wait", current, log[copied][2]) in log[copied:]
 
 
@@ -260,7 +367,7 @@ def test_memory_is_lent_to_the_streams_that_use_it(log):
         held = {storage(p) for p in pipe.parameters()}
         held |= {storage(tensor) for entry in state for tensor in entry.values()}
         pipe.release()
-    own = [by_name[f"compute stream of stage {k}"]._streams[0] for k in range(2)]
+    own = [by_name[f"compute stream of stage {k}"]._stream for k in range(2)]
     lent = [(entry[1], storage(entry[2])) for entry in log if entry[0] == "lend"]
     caller = torch.cuda.current_stream(ZERO)
     assert {where for stream, where in lent if stream in own} == held

@@ -1,4 +1,4 @@
-"""Tests that events order all uses of buffers: of messages between stages, and of whole runs."""
+"""Tests that points order all uses of buffers: of messages between stages, and of whole runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers.checked_streams import CheckedEvent, CheckedStream, OrderingError, another_caller
+from helpers.checked_streams import CheckedPoint, CheckedStream, OrderingError, another_caller
 from helpers.pipeline_cases import batches, float64, losses, mse, sgd, tanh_stages  # noqa: F401
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
@@ -20,13 +20,12 @@ CPU = torch.device("cpu")
 
 
 def test_a_use_lasts_as_long_as_its_work():
-    """An event that is recorded inside does not cover it."""
+    """A point that is marked inside does not cover it."""
     buffer, one, two = Buffer("a buffer"), new_stream("one", CPU), new_stream("two", CPU)
     for used, conflicts in (("reads", two.writes), ("writes", two.reads)):
-        event = one.event()
         with one.using(**{used: (buffer,)}):
-            one.record(event)
-        two.wait(event)
+            point = one.mark()
+        two.wait(point)
         with pytest.raises(OrderingError):
             conflicts(buffer)
 
@@ -42,7 +41,7 @@ def test_a_ring_keeps_its_memory_for_smaller_messages():
     for rows in (3, 2, 3, 4, 1, 3):
         busy, value = Buffer("what the receiver works on"), torch.randn(rows, 500).t()
         receiver.writes(busy)
-        edge.send(Message((value, None)), Buffer("source"), receiver.event())
+        edge.send(Message((value, None)), Buffer("source"))
         waits = True
         try:
             edge.stream.reads(busy)
@@ -69,7 +68,7 @@ def test_a_large_host_tensor_is_staged(monkeypatch):
     source, found = Buffer("source"), []
     for i in range(5):
         large.fill_(i), small.fill_(i)
-        edge.send(Message((large, None, small)), source, receiver.event())
+        edge.send(Message((large, None, small)), source)
         slot = edge.receive()
         assert torch.equal(slot.message.tensors[0], large)
         assert torch.equal(slot.message.tensors[2], small)
@@ -80,10 +79,10 @@ def test_a_large_host_tensor_is_staged(monkeypatch):
     edge.free_storage()
     assert not any(slot.staging.bytes.numel() for slot, _ in found)
     # Without the wait for the last copy, staging would be overwritten during it.
-    monkeypatch.setattr(CheckedEvent, "synchronize", lambda event: None)
+    monkeypatch.setattr(CheckedPoint, "synchronize", lambda point: None)
     with pytest.raises(OrderingError, match=r"writes host memory of edge, slot . without"):
         for _ in range(3):
-            edge.send(Message((large, None, small)), source, receiver.event())
+            edge.send(Message((large, None, small)), source)
             edge.free(edge.receive())
 
 
@@ -175,12 +174,14 @@ def waits_of(run, dropped=None):
     """Run without the waits of one place in the code; return all places that wait."""
     places, wait = set(), CheckedStream.wait
 
-    def watched(stream, event):
+    def watched(stream, point):
         frame = sys._getframe(1)
-        place = (frame.f_code.co_name, frame.f_lineno, sys._getframe(2).f_code.co_name)
+        if frame.f_code.co_name == "wait_stream":
+            frame = frame.f_back
+        place = (frame.f_code.co_name, frame.f_lineno, frame.f_back.f_code.co_name)
         places.add(place)
         if place != dropped:
-            wait(stream, event)
+            wait(stream, point)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CheckedStream, "wait", watched)

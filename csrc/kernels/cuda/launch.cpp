@@ -101,6 +101,13 @@ int launch_cuda(const CudaLaunch& given) {
   return launches;
 }
 
+void copy_cuda(void* to, const void* from, size_t bytes, int device, void* stream) {
+  const DeviceGuard guard(device);
+  const cudaError_t error =
+      cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, static_cast<cudaStream_t>(stream));
+  if (error != cudaSuccess) throw cuda_error(cudaGetErrorString(error), device);
+}
+
 bool cuda_is_capturing(int device, void* stream) {
   const DeviceGuard guard(device);
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;

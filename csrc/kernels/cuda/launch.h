@@ -33,6 +33,10 @@ struct CudaLaunch {
 // message.
 int launch_cuda(const CudaLaunch&);
 
+// Copies memory of one device, or between two, on a stream of `device`, which one of them is.
+// Throws std::runtime_error with the CUDA runtime's message.
+void copy_cuda(void* to, const void* from, size_t bytes, int device, void* stream);
+
 // Whether the stream is being captured in a CUDA graph.
 bool cuda_is_capturing(int device, void* stream);
 

@@ -20,6 +20,7 @@ int cuda_device_count(std::string* why) {
 CudaKernel find_cuda_kernel(KernelKey) { throw std::runtime_error(kNoCuda); }
 
 int launch_cuda(const CudaLaunch&) { throw std::runtime_error(kNoCuda); }
+void copy_cuda(void*, const void*, size_t, int, void*) { throw std::runtime_error(kNoCuda); }
 bool cuda_is_capturing(int, void*) { throw std::runtime_error(kNoCuda); }
 bool fits_parameters(const CudaLaunch&, bool) { throw std::runtime_error(kNoCuda); }
 size_t resident_bytes(const CudaLaunch&) { throw std::runtime_error(kNoCuda); }

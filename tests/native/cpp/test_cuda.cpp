@@ -4,6 +4,7 @@
 // instruction set. Every array has inaccessible memory around it, for the address sanitizer.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <iterator>
 #include <limits>
 #include <map>
@@ -588,6 +589,32 @@ TEST(Cuda, AnyRuntimeCallMayFail) {
     }
   }
   EXPECT_GT(raised, 100);
+}
+
+// Between two devices, on a stream of the first: after the work before it, and once.
+TEST(Cuda, ACopyFollowsItsStreamAndNeedsNoCurrentDevice) {
+  for (int seed = 0; seed < kSeeds; ++seed) {
+    stand_in::reset(seed, 3);
+    stand_in::set_current(2);
+    cudaStream_t streams[] = {stand_in::new_stream(0), stand_in::new_stream(1)};
+    constexpr size_t n = 1000;
+    auto* from = static_cast<char*>(stand_in::allocate(n));
+    auto* to = static_cast<char*>(stand_in::allocate(n));
+    for (const char value : {3, 5}) {
+      stand_in::enqueue(streams[0], [=] { memset(from, value, n); });
+      copy_cuda(to, from, n, 0, streams[0]);
+      stand_in::order(streams[0], streams[1]);
+      stand_in::enqueue(streams[1],
+                        [=] { EXPECT_EQ(std::count(to, to + n, value), ptrdiff_t{n}); });
+      stand_in::order(streams[1], streams[0]);
+    }
+    stand_in::synchronize();
+    EXPECT_EQ(stand_in::current(), 2);
+    EXPECT_EQ(stand_in::contexts(), (std::set<int>{0, 2}));
+    stand_in::fail_call(0);
+    EXPECT_THROW(copy_cuda(to, from, n, 0, streams[0]), std::runtime_error);
+    copy_cuda(to, from, n, 0, streams[0]);
+  }
 }
 
 TEST(Cuda, ACallLeavesTheThreadsContextAndMakesNoOther) {

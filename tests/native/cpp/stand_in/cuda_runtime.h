@@ -34,6 +34,7 @@ enum cudaError_t {
 struct CUstream_st;
 using cudaStream_t = CUstream_st*;
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
+enum cudaMemcpyKind { cudaMemcpyDefault = 4 };
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
 constexpr unsigned long long cudaEnableDefault = 0;
 
@@ -41,6 +42,7 @@ cudaError_t cudaGetDeviceCount(int*);
 cudaError_t cudaSetDevice(int);
 cudaError_t cudaGetLastError();
 const char* cudaGetErrorString(cudaError_t);
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t);
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus*);
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void**, unsigned version,
                                              unsigned long long flags,

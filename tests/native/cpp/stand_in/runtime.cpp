@@ -400,6 +400,17 @@ const char* cudaGetErrorString(cudaError_t error) {
          : error == cudaErrorInvalidValue          ? "invalid argument"
                                                    : "capture was refused";
 }
+// Of device memory, on a stream of any device.
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
+                            cudaStream_t given) {
+  if (const cudaError_t error = stand_in::call()) return error;
+  stand_in::use_context();
+  if (given == nullptr && stand_in::anyone_captures()) {
+    return stand_in::raised(cudaErrorStreamCaptureImplicit);
+  }
+  stand_in::append(stand_in::stream_of(given), [=] { memcpy(to, from, bytes); });
+  return cudaSuccess;
+}
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
   if (const cudaError_t error = stand_in::call()) return error;
   if (stream == nullptr && stand_in::anyone_captures()) {
