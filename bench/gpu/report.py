@@ -111,11 +111,25 @@ def _operators(part: Part) -> list[str]:
 
 
 def _host_cost(part: Part) -> list[str]:
-    lines = []
+    lines, more = [], []
     for name, found in _results(part):
-        own = found.get("own_cost_us_per_action")
-        lines.append([name, f"{found['median_us'] / 1e3:.2f}", "" if own is None else f"{own:.1f}"])
-    return [table("|>median ms|>us of its own per action", lines)]
+        if "functions" in found:
+            more += ["", f"### {name[:1].upper()}{name[1:]}, us per instruction", ""]
+            functions = [[f"`{each}`", f"{us:.1f}"] for each, us in found["functions"].items()]
+            more += [table("function > what it calls|>us", functions[:20]), ""]
+            calls = [
+                [f"`{each}`", f"{of['calls']:.2f}", f"{of['us']:.1f}"]
+                for each, of in found["calls"].items()
+            ]
+            more.append(table("call of CUDA|>calls|>us", calls[:20]))
+        elif "median_us" not in found:
+            calls = [[each, f"{us:.2f}"] for each, us in found.items()]
+            more += ["", table("single call|>us", calls)]
+        else:
+            own = found.get("own_cost_us_per_action")
+            cells = f"{found['median_us'] / 1e3:.2f}", "" if own is None else f"{own:.1f}"
+            lines.append([name, *cells])
+    return [table("|>median ms|>us of its own per instruction", lines), *more]
 
 
 def _overlap(part: Part) -> list[str]:

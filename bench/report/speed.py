@@ -7,7 +7,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import bench_calls
 import bench_failures
+import bench_pipeline
 from rivals import targets
 from rivals.rows import Row, cases, fastest, microseconds
 from table import table
@@ -22,6 +24,7 @@ OPERATORS = "2026-11-23-operators/bench.json"
 SMALL = "2026-11-26-small/bench.json"
 ON_GPU = "2026-11-26-gpu-h200/operators.json"
 GPU_STEPS = "2026-11-26-gpu-h200/parts.json"
+CALLS = "2026-11-29-calls/calls.json"
 FAILURES = "2026-11-25-failures/campaign.json"
 
 Figures = dict[str, list[float]]
@@ -251,3 +254,66 @@ def gpu_steps(results: Path) -> str:
         outcomes = [case["status"] for case in part.values()]
         lines.append([f"`{name}`", *(str(outcomes.count(word) or "") for word in words)])
     return table("|".join(["step", *(f">{word}" for word in words)]), lines)
+
+
+#: Bytes a second of an H200's memory, as published.
+_PEAK = 4.8e12
+
+
+def gpu_host(results: Path) -> str:
+    """The CPU's time for an instruction of tiny stages on one GPU, by method."""
+    part = read(results, GPU_STEPS)["host-cost"]
+    found = {name: case["result"] for name, case in part.items() if case["status"] == "ok"}
+    modules = found.pop("modules")["median_us"] / bench_pipeline.INSTRUCTIONS
+    own = {name: each["own_cost_us_per_action"] for name, each in found.items()}
+    lines = [
+        [f"`{name}`", f"{us:.0f}", f"{us + modules:.0f}", f"{us / modules:.2f}"]
+        for name, us in sorted(own.items(), key=lambda each: each[1])
+    ]
+    lines.insert(0, ["the modules alone", "", f"{modules:.0f}", ""])
+    return table("us per instruction|>of its own|>in all|>own over the modules'", lines)
+
+
+def calls(results: Path) -> str:
+    """Calls of CUDA and of torch per instruction, counted without a device."""
+    return bench_calls.written(read(results, CALLS)["counts"])
+
+
+def gpu_training(results: Path) -> str:
+    """Throughput of `auto` and of `1f1b` in eight stages on one GPU."""
+    part = read(results, GPU_STEPS)["training"]
+    lines = []
+    for name, case in part.items():
+        if case["status"] == "ok":
+            found = case["result"]
+            speeds = (f"{found[method]['minibatches_per_s']:.2f}" for method in ("auto", "1f1b"))
+            lines.append([name, found["backend"], *speeds, f"{found['auto_over_1f1b']:.2f}"])
+    return table("|by|>`auto`, minibatches/s|>`1f1b`|>ratio", lines)
+
+
+def gpu_peak(results: Path) -> str:
+    """Bandwidth of operators on 2^28 float32 elements, and its share of the published peak."""
+    lines = []
+    for case in cases(Row.all_of(read(results, ON_GPU)["benchmarks"])):
+        mine = fastest(case, "ours")
+        if mine is not None and mine.workload == "2^28" and mine.precision == "fp32":
+            speed = mine.bytes / (mine.median_us * 1e-6)
+            lines.append([mine.operation, f"{speed / 1e12:.2f}", f"{speed / _PEAK:.0%}"])
+    return table("operation|>TB/s|>of the peak", sorted(lines))
+
+
+def gpu_layers(results: Path) -> str:
+    """Measured times of models' blocks on one GPU, beside what the CPU needs per instruction."""
+    steps = read(results, GPU_STEPS)
+    host = steps["host-cost"]["auto"]["result"]["own_cost_us_per_action"]
+    lines = []
+    for name, case in steps["layers"].items():
+        found = case["result"]
+        for samples, blocks in zip(found["samples"], found["profiles"], strict=True):
+            forwards = [block["forward_seconds"] * 1e6 for block in blocks]
+            backwards = [b["seconds"] * 1e6 - f for b, f in zip(blocks, forwards, strict=True)]
+            below = sum(min(pair) < host for pair in zip(forwards, backwards, strict=True))
+            times = (f"{median(each):.0f}" for each in (forwards, backwards))
+            lines.append([name, str(samples), *times, f"{below} of {len(blocks)}"])
+    heads = "model|>samples|>forward of a block, us|>backward|>blocks that are too short"
+    return table(heads, lines)

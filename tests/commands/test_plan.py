@@ -84,6 +84,17 @@ def test_a_method_that_is_known_to_fail_is_last_and_said_to(profile):
     assert "- vanilla did not reach that loss on text, N = " in said
 
 
+def test_what_calls_limit_is_said(profile: Path) -> None:
+    asked = ("--profile", profile, *FOUR, *FEW, "--replicas", 1)
+    assert "CALLS" not in planned(*asked)
+    said = planned(*asked, "--host", 0.05)
+    assert "- a CPU issues an instruction in 5e+04 us: given" in said
+    assert "LIMITED BY CALLS: 1f1b, M = " in said
+    said = planned(*asked, "--host", 0.0004)
+    assert "one process for all devices needs" in said
+    assert "-1.0 is not in the range x>=0" in run(*asked, "--host", -1).output
+
+
 def test_devices_of_different_kinds(profile: Path, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     asked = ("--profile", profile, *FOUR, *FEW, "--out", path)

@@ -18,6 +18,7 @@ from spectrain_ext.method import find_method
 from spectrain_ext.partitioning import BlockProfile, Profile, Tie, measure, profile_of
 from spectrain_ext.schedule import Replicas
 from spectrain_ext.tools.planning import (
+    HOST_SECONDS,
     METHODS,
     Layers,
     Link,
@@ -66,6 +67,22 @@ def test_devices_of_different_kinds():
     # Equal speeds give the result of a single number.
     assert best(speed=(4, 4)) == best(speed=4)
     assert best(3, link=["nvlink"] * 2, memory=[1e9] * 3) == best(3, memory=1e9)
+
+
+def test_calls_limit_small_stages():
+    fast = best()
+    limited = best(host=0.1)  # a stage's forward takes 0.01 s
+    assert fast.limited_by_calls == () and fast.seconds_of_calls == 0.0
+    assert limited.limited_by_calls == (0, 1) and limited.period >= 0.2 * limited.microbatches
+    forwards = limited.stages * limited.microbatches
+    assert limited.seconds_of_calls == pytest.approx(2 * forwards * 0.1)
+    almost = best(host=1e-3)
+    assert almost.limited_by_calls == () and almost.period == fast.period
+    # By default as measured on a GPU, if the layers were.
+    short = layers_of([1e-5] * 6)
+    on_gpu = best(layers=replace(short, about={"device": "NVIDIA H200"}))
+    assert on_gpu.limited_by_calls == (0, 1) and on_gpu.period >= 2 * HOST_SECONDS
+    assert best(layers=replace(short, about={"device": "cpu"})).limited_by_calls == ()
 
 
 def test_the_first_reaches_a_loss_soonest_and_what_does_not_get_there_is_last():

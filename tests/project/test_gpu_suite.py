@@ -24,6 +24,8 @@ from gpu.scale import FULL, REHEARSAL
 from gpu.steps import Step, run_group
 from helpers.ranks import hangs
 
+from spectrain_ext.transport import CudaStream
+
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
@@ -71,12 +73,12 @@ def test_all_of_it_rehearsed(tmp_path: Path) -> None:
     for name, part in parts.items():
         assert {c["status"] for c in part.values()} <= {"ok", "passed over"}, (name, part)
     assert parts["tests"]["test_cuda.py"]["result"]["passed"] == 1
-    assert parts["stress-methods"]["spectrain, seed 0"]["result"]["streams_entered"] > 0
+    assert parts["stress-methods"]["spectrain, seed 0"]["result"]["works"] > 0
     benchmarks = json.loads((out / "operators.json").read_text())["benchmarks"]
     assert all(each["stats"]["median"] > 0 for each in benchmarks)
     names = {each["extra_info"]["name"] for each in benchmarks}
     assert names >= {"Plan", "fused + torch.add", "copy: numpy"}
-    assert "us of its own per action" in text and "Two GPUs: not measured." in text
+    assert "us of its own per instruction" in text and "Two GPUs: not measured." in text
     assert "| 1 process | " in text and "No table" not in text
     # The command that the replaced tool would have run.
     options = ["--record", "x", "--rehearse", "--part", "kernels"]
@@ -270,17 +272,19 @@ def test_what_only_gpus_run(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> No
     assert cases.data["x"] == {"status": "skipped", "error": reason}
 
     monkeypatch.setattr(stress, "_cycles_per_second", lambda: 1e6)
-    both = [SimpleNamespace(device=torch.device("cuda", k)) for k in (0, 1)]
-    monkeypatch.setattr(stress.streams.CudaStream, "__enter__", lambda self: None)
-    stream: Any = stress.streams.CudaStream(both)  # type: ignore[arg-type]
+    both = [CudaStream(SimpleNamespace(device=torch.device("cuda", k))) for k in (0, 1)]  # type: ignore[arg-type]
+    monkeypatch.setattr(CudaStream, "__enter__", lambda self: None)
+    monkeypatch.setattr(CudaStream, "__exit__", lambda *_: None)
     delays = stress.Delays(FULL)
     for device, expected in (("cuda:1", {"cuda:1"}), (None, {"cuda:0", "cuda:1"})):
         entered.clear()
         with delays.seeded(3, device):
-            for _ in range(40):
-                with stream:
-                    pass
-        assert set(entered) == expected and delays.entered == 40
+            for _ in range(20):
+                for stream in both:
+                    with stream.using():
+                        pass
+                    stream.copy([])
+        assert set(entered) == expected and delays.delayed == 80
     assert slept and max(slept) <= FULL.delay_s * 1e6
 
 

@@ -14,6 +14,7 @@ from spectrain_ext.method import Method
 from spectrain_ext.method import methods as method_names
 from spectrain_ext.passes.codecs import NAMES
 from spectrain_ext.tools.planning import (
+    HOST_SECONDS,
     LINKS,
     METHODS,
     Layers,
@@ -160,6 +161,13 @@ def _methods(
     help="Values of optimizer state per parameter: 1 for SGD with momentum, 2 for Adam.",
 )
 @click.option(
+    "--host",
+    metavar="SECONDS",
+    type=click.FloatRange(min=0),
+    help="Time that a CPU needs to issue a forward or a backward of a stage.  [default: "
+    f"{HOST_SECONDS:g} for layers measured on a GPU, as on an H200; else 0]",
+)
+@click.option(
     "--out",
     "-o",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -177,7 +185,7 @@ def plan_command(
     methods: dict[str, Method],
     device: str,
     out: Path | None,
-    **numbers: Any,  # batch, replicas, cores and state, as they are for plan()
+    **numbers: Any,  # batch, replicas, cores, state and host, as they are for plan()
 ) -> None:
     """Choose stages, replicas, microbatches, window and method for training a model.
 
@@ -217,7 +225,7 @@ def plan_command(
         raise click.ClickException(str(error)) from error
     console = plain_console(soft_wrap=True)
     console.print(_table(planned), soft_wrap=False)
-    for line in (*_missed(planned), *planned.assumptions):
+    for line in (*_missed(planned), *_called(planned), *planned.assumptions):
         console.print(f"- {printable(line)}")
     if planned.left_out:
         console.print(
@@ -300,4 +308,22 @@ def _missed(planned: TrainingPlan) -> Iterator[str]:
             yield (
                 f"{method} did not reach that loss on {quality.where[0]}: after as many "
                 f"minibatches its test loss was {' to '.join(gaps)} % off synchronous training's"
+            )
+
+
+def _called(planned: TrainingPlan) -> Iterator[str]:
+    """Warn where calls, and not the devices, limit the speed."""
+    for each in planned.candidates:
+        if each.limited_by_calls:
+            stages = ", ".join(map(str, each.limited_by_calls))
+            yield (
+                f"LIMITED BY CALLS: {each.method}, M = {each.microbatches}: a forward or a "
+                f"backward of stage {stages} takes less time than a CPU needs to issue it; larger "
+                "microbatches or fewer stages may be faster"
+            )
+        if each.seconds_of_calls > each.period:
+            yield (
+                f"{each.method}, M = {each.microbatches}: one process for all devices needs "
+                f"{1e3 * each.seconds_of_calls:.4g} ms a minibatch to issue them; give every "
+                "device a process, by DistributedPipeline"
             )

@@ -54,8 +54,10 @@ class Setting:
         state: int = 1,
         speeds: Sequence[float] | None = None,  # of each device; None: as measured
         codecs: Codecs = (None, None),
+        host: float = 0.0,  # seconds that a CPU needs to issue an instruction
     ) -> None:
         self.layers, self.batch, self._speeds = layers, batch, speeds
+        self.host = host
         links = (link,) if isinstance(link, Link) else link
         self.inbound = any(one.inbound for one in links)  # all alike
         #: the distinct links from one device to another
@@ -147,8 +149,9 @@ class Costs:
             moved = passes_of(self.way.method, self.places[0], stage.place)
             pass_seconds = setting.layers.byte_seconds / _FLOAT * stage.parameters / stage.speed
             load_forward, load_backward, step = (each * pass_seconds for each in moved)
-            forward = stage.forward + forth[k] + forth[k + 1]
-            backward = stage.backward + back[k] + back[k + 1]
+            # A device is not faster than the CPU that issues its instructions.
+            forward = max(stage.forward + forth[k] + forth[k + 1], setting.host)
+            backward = max(stage.backward + back[k] + back[k + 1], setting.host)
             update = step + self._reduce(stage, ranks[k])
             rows.append((forward, backward, load_forward, load_backward, update))
         names = "forward", "backward", "load_forward", "load_backward", "update"
@@ -172,6 +175,22 @@ class Costs:
         if self.setting.cores is not None:
             return whole  # the summing threads share cores with the backward
         return max(whole / pieces, whole - stage.backward * (1 - 1 / pieces))
+
+    @property
+    def limited_by_calls(self) -> tuple[int, ...]:
+        """The stages whose forward or backward takes less time than the CPU needs to issue it."""
+        host = self.setting.host
+        shortest = (min(stage.forward, stage.backward) for stage in self._stages)
+        return tuple(k for k, seconds in enumerate(shortest) if seconds < host)
+
+    @property
+    def seconds_of_calls(self) -> float:
+        """The CPU's seconds per minibatch, if one process issues the instructions of all stages."""
+        replicas = self.way.replicas
+        forwards = sum(
+            r * place.microbatches for r, place in zip(replicas, self.places, strict=True)
+        )
+        return 2 * forwards * self.setting.host
 
     @property
     def delay(self) -> int:

@@ -28,6 +28,11 @@ METHODS = (
 )
 
 
+#: The CPU's time for an instruction of ``auto`` beside the calls of the modules, on one H200
+#: (2026-11-26, torch 2.11; docs/benchmarks.md): four stages, one process.
+HOST_SECONDS = 310e-6
+
+
 class Quality(NamedTuple):
     """Measurements of a method at a delay, against synchronous training."""
 
@@ -93,6 +98,8 @@ class Candidate:
         memory: bytes per device of each stage, counted.
         delay: the most updates between a forward and its backward, counted.
         quality: measurements of the method at this delay; None: none.
+        limited_by_calls: the stages whose forward or backward takes less time than ``host``.
+        seconds_of_calls: the CPU's per minibatch, if one process issues all instructions.
 
     Example:
         >>> from spectrain_ext.tools.planning import measure_layers, plan
@@ -113,6 +120,8 @@ class Candidate:
     memory: tuple[int, ...]
     delay: int
     quality: Quality | None
+    limited_by_calls: tuple[int, ...] = ()
+    seconds_of_calls: float = 0.0
 
     @property
     def stages(self) -> int:
@@ -242,6 +251,7 @@ def plan(
     methods: Sequence[MethodName | str | Method] = METHODS,
     state: int = 1,
     codec: Codec | Codecs | None = None,
+    host: float | None = None,
 ) -> TrainingPlan:
     """Choose how to train a model on some devices.
 
@@ -267,6 +277,9 @@ def plan(
         methods: to compare; ``"sync"`` is data parallelism, in one stage.
         state: bytes of optimizer state per byte of parameters: 1 for SGD with momentum, 2 for Adam.
         codec: of the messages between stages, as for a pipeline.
+        host: seconds that a CPU needs to issue an instruction, a forward or a backward of a stage,
+            beside the calls of the modules. None: ``HOST_SECONDS`` if the layers were measured on a
+            GPU, else 0, since a CPU's times contain it.
 
     Raises:
         ValueError: an argument is out of range, or no way fits.
@@ -312,7 +325,10 @@ def plan(
             raise ValueError(
                 f"methods: {method.name!r} has {method.chunks} stages per device, a plan has one"
             )
-    setting = Setting(layers, links, batch, cores, state, speeds, codecs)
+    if host is None:
+        host = HOST_SECONDS if _is_gpu(layers) else 0.0
+    check_number("host", host)
+    setting = Setting(layers, links, batch, cores, state, speeds, codecs, host)
     search = Search(setting, devices, made, limits, replicas)
     prices: tuple[Callable[[Costs], float], ...] = (lambda costs: 1.0, _price)
     best = (search.best(method, price) for method in made for price in prices)
@@ -329,7 +345,7 @@ def plan(
         search.simulated,
         search.left_out,
         search.closest[0],
-        _assumptions(layers, links, speeds, cores, codec),
+        _assumptions(layers, links, speeds, cores, codec, host),
         speeds,
         limits,
         layers,
@@ -359,7 +375,13 @@ def _candidate(costs: Costs) -> Candidate:
         costs.memory,
         costs.delay,
         _quality(costs),
+        costs.limited_by_calls,
+        costs.seconds_of_calls,
     )
+
+
+def _is_gpu(layers: Layers) -> bool:
+    return "cpu" not in str(layers.about.get("device", "cpu")).lower()
 
 
 def _assumptions(
@@ -368,6 +390,7 @@ def _assumptions(
     speeds: tuple[float, ...] | None,
     cores: int | None,
     codec: object,
+    host: float,
 ) -> tuple[str, ...]:
     where = ", ".join(f"{key} {value}" for key, value in layers.about.items())
     lines = [f"layer times are measured ({where or 'as the profile says'})"]
@@ -385,6 +408,9 @@ def _assumptions(
         lines.append(
             f"ASSUMED: codec={codec!r} packs float32 messages, in no time, at no cost to the loss"
         )
+    if host:
+        source = "measured on one H200, 2026-11-26" if host == HOST_SECONDS else "given"
+        lines.append(f"a CPU issues an instruction in {1e6 * host:.4g} us: {source}")
     if cores is not None:
         lines.append(f"all devices share {cores} cores")
     lines.append("periods and throughput are simulated; memory and delay are counted")
