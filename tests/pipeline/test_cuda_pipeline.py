@@ -14,6 +14,7 @@ from helpers.passes import with_passes
 from torch import Tensor, nn
 
 import spectrain_ext as st
+from spectrain_ext.transport import new_stream
 
 pytestmark = pytest.mark.cuda
 _WIDTH, _CLASSES = 24, 5
@@ -207,6 +208,35 @@ def test_the_callers_stream_may_be_another_one() -> None:
             losses.append(result.loss * 1.0)
     side.synchronize()
     assert _same([loss.cpu() for loss in losses], expected)
+
+
+@pytest.mark.parametrize("target", [0, 1])
+@pytest.mark.parametrize("kind", ["dense", "transposed", "conjugate", "on the host"])
+def test_a_copy_comes_after_what_it_waits_for(kind: str, target: int) -> None:
+    """Without a stream being current: late work, a copy on a stream, and its use on a third."""
+    if target >= torch.cuda.device_count():
+        pytest.skip("needs a second GPU")
+    source, to = torch.device("cuda", 0), torch.device("cuda", target)
+    one, copies, other = (new_stream(kind, each) for each in (source, source, to))
+    layout = {"transposed": lambda t: t.view(256, 512).t(), "conjugate": torch.conj}.get(kind)
+    whole = torch.arange(512.0 * 256).view(512, 256)
+    if kind == "conjugate":
+        whole = torch.complex(whole, whole + 1)
+    written = whole.clone().to("cpu" if kind == "on the host" else source)
+    base, received = written.clone(), torch.zeros_like(whole, device=to)
+    given = written if layout is None else layout(written)
+    for n in (1.0, 2.0, 3.0):
+        with one.using():
+            torch.cuda._sleep(20_000_000)
+            torch.mul(base, n, out=written)
+        copies.wait_stream(one)
+        copies.copy([(received, given)])
+        other.wait(copies.mark())
+        with other.using():
+            found = received.cpu()
+        one.wait_stream(copies)  # before it writes again
+        copies.wait_stream(other)
+        assert torch.equal(found, whole * n if layout is None else layout(whole * n))
 
 
 def test_batches_from_the_host() -> None:
