@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from spectrain_ext.optim.guards import SaveGuard
 from spectrain_ext.rng import StageRandom
-from spectrain_ext.transport import DONE, Buffer, Point, new_stream
+from spectrain_ext.transport import DONE, Buffer, Point, Stream, new_stream
 from spectrain_ext.weights import StageWeights
 from spectrain_ext.weights.own_writes import OwnWrites
 from spectrain_ext.weights.storage import Storage, VersionBuffer
@@ -38,6 +38,7 @@ class Stage:
         late: the updates by which its gradients are late in this phase.
         recomputes: whether the whole forward runs again before the backward.
         compute, predict: the streams.
+        updated_on: that of the last update.
         weight_gradients, optimizer_state, module_buffers: stand for this memory, which the two
             streams and the caller use in turn.
     """
@@ -55,6 +56,7 @@ class Stage:
         self.index, self.module, self.device, self.weights = index, module, device, weights
         self.compute = new_stream(f"compute stream of stage {index}", device)
         self.predict = new_stream(f"prediction stream of stage {index}", device)
+        self.updated_on = self.predict
         # On the CPU, work is done once it has been issued.
         self.immediate = self.compute.immediate and self.predict.immediate
         self.weight_gradients = Buffer(f"weight gradients of stage {index}")
@@ -143,10 +145,10 @@ class Stage:
         if self._marks_uses and self.storage is not None:
             self.storage.bound.read = self.compute.mark()
 
-    def note_update(self) -> None:
-        """Note an update on the compute stream."""
-        if self._marks_uses:
-            self._changed = self.compute.mark()
+    def note_update(self, stream: Stream) -> None:
+        self.updated_on = stream
+        if self._marks_uses and stream is self.compute:
+            self._changed = stream.mark()
 
     def wait_for_uses(self, *buffers: VersionBuffer, again: bool = True) -> None:
         """Order the prediction stream's next work after updates, and after uses of these buffers.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import NamedTuple
 
@@ -161,7 +162,7 @@ class StageRun:
                     break
         finally:
             if entered and stream is not None:
-                stream.__exit__()
+                stream.__exit__(*sys.exc_info())
         return progress
 
     def _failure(self, error: Exception, kind: Kind, i: int) -> StageError:

@@ -147,8 +147,7 @@ class Updates:
         if apart:
             # Held until the compute stream has waited for the step, as it would reuse their memory.
             self._gradients_read = written, gradients
-        else:
-            stage.note_update()
+        stage.note_update(stream)
 
     def free_gradients(self) -> None:
         """Let the compute stream reuse the memory of gradients that an update has read."""

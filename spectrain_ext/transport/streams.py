@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
 from weakref import ref
 
 import torch
 from torch import Tensor
 
 from spectrain_ext import _C
+from spectrain_ext.errors import noted_on
 
 
 class Buffer:
@@ -21,8 +21,10 @@ class Buffer:
         self.name = name
 
 
-class Point(Protocol):
-    """The end of the work that a stream had when ``Stream.mark`` was called."""
+class Point:
+    """The end of the work that a stream had when ``Stream.mark`` was called; here, the CPU's."""
+
+    __slots__ = ()
 
     def synchronize(self) -> None:
         """Block the CPU until the work is done."""
@@ -31,17 +33,8 @@ class Point(Protocol):
         """Prepare the point for another thread, which will wait for it."""
 
 
-class _Done:
-    """A point of the CPU, whose work is done when the call returns."""
-
-    __slots__ = ()
-
-    def synchronize(self) -> None: ...
-
-    def fix(self) -> None: ...
-
-
-DONE: Point = _Done()
+#: The CPU's work is done when the call returns.
+DONE = Point()
 
 #: Tensors to copy to, and from.
 Pairs = Sequence[tuple[Tensor, Tensor]]
@@ -104,7 +97,7 @@ class Stream:
         """Stop being the current stream, if an exception bypassed the end of ``with``."""
 
 
-class CudaPoint:
+class CudaPoint(Point):
     """A point in a CUDA stream's work, with an event once something needs one."""
 
     __slots__ = ("__weakref__", "_event", "number", "stream")
@@ -163,14 +156,17 @@ class CudaStream(Stream):
             self._contexts.append(context)
         current.append(self)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *raised: object) -> None:
         current = _here.streams
         current.pop()
-        if not current or current[-1] is not self:
-            self._contexts.pop().__exit__(None, None, None)
         if self._issuing:
             self._issuing -= 1
             self._number += 1
+        if not current or current[-1] is not self:
+            error = raised[1] if raised else None
+            # On a device that has failed this fails too, which is not the first cause.
+            with noted_on(error) if isinstance(error, BaseException) else nullcontext():
+                self._contexts.pop().__exit__(None, None, None)
 
     def leave(self) -> None:
         current = _here.streams

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from helpers.pipeline_cases import batches, float64, mse, sgd, tanh_stages  # noqa: F401  # a fixture
+from helpers.recorded_streams import recorded
 from torch import nn
 
 import spectrain_ext as st
@@ -91,6 +92,19 @@ def test_a_run_can_be_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     draw_timeline(tmp_path / "t.png", spans, versions=True, communication=True, unit="seconds")
     assert (tmp_path / "t.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(("method", "where"), [("vanilla", "compute"), ("pipedream", "prediction")])
+def test_an_update_is_timed_where_it_runs(method, where, monkeypatch):
+    monkeypatch.setattr("spectrain_ext.tools.metrics.trace._mark", lambda stream: stream.lane.name)
+    with recorded(range(3)):
+        stages = [nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3)]
+        pipe = st.Pipeline(stages, sgd(), mse, method)
+        trace = st.Trace()
+        list(pipe.run(batches(12), trace=trace))
+    for k, kind, i, _, start, end in trace._parts[-1].records:
+        if kind is Kind.UPDATE and 3 < i < 8:
+            assert start == end == f"{where} stream of stage {k}"
 
 
 @pytest.mark.cuda

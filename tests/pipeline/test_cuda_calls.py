@@ -180,6 +180,19 @@ def test_a_stream_is_entered_once(log):
         one.__enter__(), other.__enter__()
 
 
+def test_a_device_that_has_failed_does_not_hide_the_first_cause(log, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(FakeStream, "__exit__", fail)
+    first = pytest.raises(ArithmeticError, match="the first cause")
+    with first as found, new_stream("one", ZERO):
+        raise ArithmeticError("the first cause")
+    assert "device-side assert" in found.value.__notes__[0]
+    with pytest.raises(RuntimeError, match="device-side assert"), new_stream("one", ZERO):
+        pass
+
+
 def test_the_host_waits_only_where_it_must(log):
     stream, host = new_stream("compute", ZERO), Stream()
     stream.wait(host.mark())  # the CPU's work is done when the next call begins

@@ -144,17 +144,21 @@ def marked(
 def _marked(of: StageRun, kind: Kind, handler: Handler, records: list[Action]) -> Handler:
     stage, edges = of.stage, of.edges
     sends = {Kind.SEND_ACTIVATION: edges.to_next, Kind.SEND_GRADIENT: edges.to_previous}.get(kind)
-    loads = WORK[kind] in ("predict", "update")
-    stream_of_work = stage.predict if loads else stage.compute
-    stream = sends[0].stream if sends else stream_of_work
-    k = stage.index
+    stream = stage.predict if WORK[kind] == "predict" else stage.compute
+    stream, k = sends[0].stream if sends else stream, stage.index
 
     def run(i: int, j: int) -> None:
         start = _mark(stream)
         handler(i, j)
         records.append((k, kind, i, j, start, _mark(stream)))
 
-    return run
+    def update(i: int, j: int) -> None:
+        starts = {each: _mark(each) for each in (stage.compute, stage.predict)}
+        handler(i, j)
+        on = stage.updated_on  # which is known only then
+        records.append((k, kind, i, j, starts[on], _mark(on)))
+
+    return update if kind is Kind.UPDATE else run
 
 
 def _mark(stream: Stream) -> Mark:
