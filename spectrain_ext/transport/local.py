@@ -227,8 +227,10 @@ class Transit:
         self._held: deque[tuple[Point, Buffer, object]] = deque()
 
     def hold(self, read: Point, buffer: Buffer, tensors: object) -> None:
-        """Hold these until ``read``."""
+        """Hold these until ``read``; if the CPU owns them, it first waits for earlier ones."""
         if read is not DONE:
+            if self._owner.immediate:
+                self.free()
             self._held.append((read, buffer, tensors))
 
     def free(self, but: int = 0) -> None:

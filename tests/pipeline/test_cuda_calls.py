@@ -6,6 +6,7 @@ Tensors stay on the CPU. The executor makes all its stream and event calls, whic
 from __future__ import annotations
 
 import copy
+import weakref
 from contextlib import contextmanager, nullcontext
 from typing import ClassVar
 
@@ -16,7 +17,14 @@ from helpers.pipeline_cases import batches, close, float64, losses, mse, sgd, ta
 from torch import nn
 
 import spectrain_ext as st
-from spectrain_ext.transport import CudaStream, Stream, callers_stream, new_stream
+from spectrain_ext.transport import (
+    Buffer,
+    CudaStream,
+    Stream,
+    Transit,
+    callers_stream,
+    new_stream,
+)
 
 ZERO, ONE = torch.device("cuda", 0), torch.device("cuda", 1)
 
@@ -203,6 +211,20 @@ def test_the_host_waits_only_where_it_must(log):
     caller = callers_stream(ONE)
     assert caller.mark() is not caller.mark()  # others issue work to it as well
     assert [entry[1] for entry in log[2:]] == [torch.cuda.current_stream(ONE)] * 2
+
+
+def test_a_stage_on_the_cpu_keeps_only_the_last_that_it_has_sent(log):
+    transit, copies = Transit(Stream()), new_stream("copy", ZERO)
+    sent = [torch.ones(1) for _ in range(4)]
+    kept = [weakref.ref(tensor) for tensor in sent]
+    while sent:
+        with copies.using():
+            pass
+        transit.hold(copies.mark(), Buffer("sent"), sent.pop(0))
+    assert [tensor() is None for tensor in kept] == [True, True, True, False]
+    assert kinds(log).count("host waits") == 3
+    transit.free()
+    assert kept[3]() is None
 
 
 def test_a_copy_on_cuda_does_not_make_its_stream_current(log, monkeypatch):
