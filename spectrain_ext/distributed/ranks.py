@@ -327,8 +327,10 @@ def _sum_up(
         shared.known[i] = loss_sum
     if losses is not None:
         loss, count, kept = losses.own.pop(i)
-        loss = torch.full_like(loss, loss_sum)
-        if count is not None:
-            count = torch.full_like(count, count_sum)
-            loss = mean_of(loss, count)
-        losses.give(Result(i, loss, kept, count), Buffer("result"))
+        result = Buffer("result")
+        with stage.computing(writes=(result,)):
+            loss = torch.full_like(loss, loss_sum)
+            if count is not None:
+                count = torch.full_like(count, count_sum)
+                loss = mean_of(loss, count)
+        losses.give(Result(i, loss, kept, count), result)

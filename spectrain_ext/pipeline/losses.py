@@ -145,7 +145,8 @@ class Losses:
         compute, shares = self._last.compute, self._last.cursor.shares[i]
         stage, tape = self._last.stage, compute.tapes[i, j]
         if j == 0:
-            self._now = _Minibatch(self._receive_targets())
+            edge = self._last.edges.targets[0]
+            self._now = _Minibatch(Targets(edge, received_target(edge)))
         now, ends = self._now, j == len(shares) - 1
         assert now is not None
         with stage.computing(writes=(now.targets.slot.buffer, tape.buffer, now.result)):
@@ -166,10 +167,6 @@ class Losses:
         else:
             self.give(Result(i, loss, kept, now.count), now.result)
         self._now = None
-
-    def _receive_targets(self) -> Targets:
-        edge = self._last.edges.targets[0]
-        return Targets(edge, received_target(edge))
 
     def _computed(
         self, i: int, j: int, tape: Tape, now: _Minibatch, share: float

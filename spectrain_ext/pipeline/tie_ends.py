@@ -242,11 +242,11 @@ class Borrower:
             return
         stage = self.stage
         gradients = (each.held.grad for each in self._trained)
-        found = tuple(g.to_dense() if g is not None and g.is_sparse else g for g in gradients)
+        sent = Buffer(f"gradients of others' weights in stage {stage.index}")
+        with stage.computing(writes=(sent,)):
+            found = tuple(g.to_dense() if g is not None and g.is_sparse else g for g in gradients)
         for each in self._copies:
             each.held.grad = None
-        sent = Buffer(f"gradients of others' weights in stage {stage.index}")
-        stage.compute.writes(sent)
         read = self.gradients.send(Message(found), sent, stage.compute.mark())
         self._gradients_sent.free()
         self._gradients_sent.hold(read, sent, found)

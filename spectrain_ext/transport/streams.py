@@ -217,8 +217,9 @@ class CudaStream(Stream):
     def mark(self) -> Point:
         point = None if self._last is None else self._last()
         if point is None:
-            point = CudaPoint(self, self._number if self._own else None)
-            if self._own and not self._issuing:
+            between = self._own and not self._issuing  # two pieces of work that are known here
+            point = CudaPoint(self, self._number if between else None)
+            if between:
                 self._last = ref(point)
             else:
                 point.fix()

@@ -158,6 +158,10 @@ def test_a_point_inside_of_work_does_not_cover_its_rest(log):
     other.wait(point)
     other.wait_stream(one)
     assert kinds(log).count("record") == 2 and kinds(log).count("wait") == 2
+    with one.using():
+        for _ in range(2):  # there may be work in between
+            other.wait(one.mark())
+    assert kinds(log).count("record") == 4 and kinds(log).count("wait") == 4
 
 
 def test_events_are_used_again(log):
