@@ -119,20 +119,26 @@ def torch_pipeline(stages: list[nn.Module]) -> Callable[[Sequence[Batch]], None]
 
 def modules_only(stages: list[nn.Module], batches: Sequence[Batch]) -> None:
     """Run the same forwards and backwards by hand, stage by stage, without updates."""
-    for x, y in batches:
-        inputs, outputs = [], []
-        for stage in stages:
-            x = x.detach().requires_grad_(bool(inputs))
-            inputs.append(x)
-            x = stage(x)
-            outputs.append(x)
-        loss = nn.functional.cross_entropy(x, y)
-        torch.autograd.backward(loss)
-        for k in range(STAGES - 2, -1, -1):
-            torch.autograd.backward(outputs[k], inputs[k + 1].grad)
+    for batch in batches:
+        one_by_hand(stages, batch)
         for stage in stages:
             for p in stage.parameters():
                 p.grad = None
+
+
+def one_by_hand(stages: list[nn.Module], batch: Batch) -> None:
+    """Run the forwards and backwards of a microbatch by hand, which add to the gradients."""
+    x, y = batch
+    inputs, outputs = [], []
+    for stage in stages:
+        x = x.detach().requires_grad_(bool(inputs))
+        inputs.append(x)
+        x = stage(x)
+        outputs.append(x)
+    loss = nn.functional.cross_entropy(x, y)
+    torch.autograd.backward(loss)
+    for k in range(STAGES - 2, -1, -1):
+        torch.autograd.backward(outputs[k], inputs[k + 1].grad)
 
 
 def measured(rounds: int, methods: Sequence[str]) -> Figures:

@@ -13,10 +13,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import spectrain_ext as st
 from spectrain_ext import _C
 from spectrain_ext.transport import Buffer, CudaStream, Stream, new_stream
 
@@ -108,7 +107,7 @@ class _Generator:
         self._generator.set_state(state)
 
 
-class _Operators(TorchDispatchMode):
+class Operators(TorchDispatchMode):
     """Counts torch's operators, without views."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -172,7 +171,7 @@ def _lend(tensor: Tensor, lane: Any) -> None:
 
 
 @contextmanager
-def _torch_counted() -> Iterator[None]:
+def torch_counted() -> Iterator[None]:
     """Inside, count what is asked of torch and of the package's operators."""
 
     def counting(what: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -192,72 +191,3 @@ def _torch_counted() -> Iterator[None]:
         run_backward = torch.autograd.Variable._execution_engine.run_backward
         patches.enter_context(patch(engine, counting(BACKWARDS, run_backward)))
         yield
-
-
-def per_instruction(
-    method: str, microbatches: int, stages: int = 4, minibatches: int = 20
-) -> dict[str, float]:
-    """Return what a forward or backward of a stage asks for, with its share of all else.
-
-    One GPU per stage, batches in CPU memory, SGD with momentum. ``torch's operators`` and
-    allocations are those beyond what the modules and the loss do by themselves.
-    """
-
-    def data(count: int) -> list[tuple[Tensor, Tensor]]:
-        batch = torch.ones(2 * microbatches, 4), torch.zeros(2 * microbatches, 4)
-        return [batch] * count
-
-    def modules() -> list[nn.Module]:
-        return [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(stages)]
-
-    def counted(run: Callable[[int], None]) -> Counter[str]:
-        """Count in the steady state: in so many minibatches more."""
-        found = []
-        for count in (minibatches, minibatches, 2 * minibatches):
-            calls.clear()
-            with _Operators():
-                run(count)
-            found.append(Counter(calls))
-        return Counter({name: n - found[1][name] for name, n in found[2].items()})
-
-    def train(count: int) -> None:
-        for _ in pipe.run(data(count)):
-            pass
-
-    alone = modules()
-
-    def by_hand(count: int) -> None:
-        for _ in range(count):
-            for _ in range(microbatches):
-                _by_hand(alone)
-            for p in nn.ModuleList(alone).parameters():
-                p.grad = None
-
-    with stood_in([torch.device("cuda", k) for k in range(stages)]), _torch_counted():
-        pipe = st.Pipeline(
-            modules(),
-            lambda params: st.optim.SGD(params, lr=0.1, momentum=0.9),
-            nn.functional.mse_loss,
-            method,
-            microbatches=microbatches,
-        )
-        found, theirs = counted(train), counted(by_hand)
-        pipe.release()
-    instructions = 2 * stages * microbatches * minibatches
-    return {name: (n - theirs[name]) / instructions for name, n in found.items()}
-
-
-def _by_hand(stages: Sequence[nn.Module]) -> None:
-    """Run a forward and a backward of each stage, and the loss."""
-    inputs: list[Tensor] = []
-    outputs: list[Tensor] = []
-    value = torch.ones(2, 4)
-    for stage in stages:
-        inputs.append(value.detach().requires_grad_(bool(outputs)))
-        value = stage(inputs[-1])
-        outputs.append(value)
-    gradient = None
-    outputs[-1] = nn.functional.mse_loss(value, torch.zeros(2, 4))
-    for output, given in zip(outputs[::-1], inputs[::-1], strict=True):
-        torch.autograd.backward(output, gradient)
-        gradient = given.grad

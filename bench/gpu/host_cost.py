@@ -5,6 +5,7 @@ First in microseconds by method, then of single calls, then by function and by c
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import threading
@@ -12,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -30,22 +30,21 @@ _WIDTH, _ROUNDS = 16, 5
 #: Methods of the profiles; calls of a sample of single calls; seconds between samples of functions.
 _PROFILED, _CALLS, _INTERVAL_S = ("auto", "vanilla", "spectrain"), 2000, 5e-4
 _SHOWN = 40
+_PACKAGE = f"{bp.PACKAGE}{os.sep}"
 
 
 def host_cost(cases: Cases, scale: Scale) -> None:
     """Run a case per method, after the modules alone; then the single calls, and the profiles."""
     batches = bp.make_batches(_WIDTH, scale.device)
 
-    def median_us(call: Callable[[], object]) -> float:
-        call()
-        seconds = []
-        for _ in range(min(_ROUNDS, scale.rounds)):
+    def median_us(run: Callable[[], object]) -> float:
+        run()
+
+        def to_the_end() -> None:
+            run()
             scale.wait()
-            start = time.perf_counter()
-            call()
-            scale.wait()
-            seconds.append(time.perf_counter() - start)
-        return statistics.median(seconds) * 1e6
+
+        return _median_us(to_the_end, scale)
 
     alone = bp.make_stages(_WIDTH, scale.device)
     base = cases.run(
@@ -95,8 +94,7 @@ def _functions(run: Callable[[], None], instructions: int) -> dict[str, float]:
     expensive. What torch does within a function counts for that function.
     """
     counts: Counter[str] = Counter()
-    package = Path(st.__file__).parent
-    with _sampled(counts, package):
+    with _sampled(counts):
         start = time.perf_counter()
         run()
         seconds = time.perf_counter() - start
@@ -106,14 +104,14 @@ def _functions(run: Callable[[], None], instructions: int) -> dict[str, float]:
 
 
 @contextmanager
-def _sampled(counts: Counter[str], package: Path) -> Iterator[None]:
+def _sampled(counts: Counter[str]) -> Iterator[None]:
     """Inside, another thread notes again and again where this one is."""
     ended, watched = threading.Event(), threading.get_ident()
     interval = sys.getswitchinterval()
 
     def sample() -> None:
         while not ended.wait(_INTERVAL_S):
-            counts[_place(sys._current_frames().get(watched), package)] += 1
+            counts[_place(sys._current_frames().get(watched))] += 1
 
     thread = threading.Thread(target=sample)
     sys.setswitchinterval(_INTERVAL_S / 10)
@@ -126,13 +124,13 @@ def _sampled(counts: Counter[str], package: Path) -> Iterator[None]:
         sys.setswitchinterval(interval)
 
 
-def _place(frame: FrameType | None, package: Path) -> str:
+def _place(frame: FrameType | None) -> str:
     """Return the innermost function of the package, and what it calls outside of it."""
     called = ""
     while frame is not None:
-        path, name = Path(frame.f_code.co_filename), frame.f_code.co_qualname
-        if package in path.parents:
-            return f"{path.relative_to(package)} {name}" + (f" > {called}" if called else "")
+        file, name = frame.f_code.co_filename, frame.f_code.co_qualname
+        if file.startswith(_PACKAGE):  # by text: the sampled thread waits meanwhile
+            return f"{file.removeprefix(_PACKAGE)} {name}" + (f" > {called}" if called else "")
         called, frame = name, frame.f_back
     return called
 
@@ -206,11 +204,11 @@ def _single_calls(scale: Scale) -> dict[str, float]:
         kind = generator.device.type
         calls[f"get the state of a generator, {kind}"] = generator.get_state
         calls[f"set the state of a generator, {kind}"] = lambda g=generator, s=state: g.set_state(s)  # type: ignore[misc]
-    return {name: _median_us(call, scale) for name, call in calls.items()}
-
-
-def _median_us(call: Callable[[], object], scale: Scale) -> float:
     count = _CALLS if scale.on_gpu else 3
+    return {name: _median_us(call, scale, count) for name, call in calls.items()}
+
+
+def _median_us(call: Callable[[], object], scale: Scale, count: int = 1) -> float:
     samples = []
     for _ in range(min(_ROUNDS, scale.rounds)):
         scale.wait()

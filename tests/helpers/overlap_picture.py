@@ -81,11 +81,8 @@ def draw(path):
         order = record.order()
         for work in shown:
             for other in events(order, work):
-                tip, arrow = (
-                    (times[work][0], at[row(work)]),
-                    {"arrowstyle": "->", "color": "#D55E00"},
-                )
-                begins = times[other][1], at[row(other)]
+                tip, begins = (times[work][0], at[row(work)]), (times[other][1], at[row(other)])
+                arrow = {"arrowstyle": "->", "color": "#D55E00"}
                 axes.annotate("", tip, begins, arrowprops=arrow)
         axes.set_yticks(list(at.values()), [names[row] for row in at], fontsize=8)
         axes.set(xlim=(begin, end), ylim=(len(at) - 0.4, -0.6), xlabel="time", xticks=[])
