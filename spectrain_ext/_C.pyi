@@ -5,7 +5,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from torch import Tensor
 
-from spectrain_ext.operators.calls import Rates, StepOptions
+from spectrain_ext.operators.calls import Sources, StepOptions
 from spectrain_ext.operators.numbers import Setting, Term
 
 MAX_GROUPS: int
@@ -33,7 +33,7 @@ class Plan:
         operation: str,
         terms: Sequence[Sequence[Term]],
         eps: Sequence[float],
-        rates: Rates,
+        sources: Sources,
         out: int | None,
         stream: Any,
     ) -> None: ...
@@ -42,7 +42,7 @@ class Plan:
         operation: str,
         terms: Sequence[Sequence[Term]],
         eps: Sequence[float],
-        rates: Rates,
+        sources: Sources,
         stream: Any,
     ) -> None: ...
     def extrapolate(self, steps: float, out: int, stream: Any) -> None: ...
@@ -57,7 +57,7 @@ class Plan:
         operation: str,
         settings: Sequence[Setting],
         predictions: Sequence[tuple[int, Sequence[Sequence[Term]]]],
-        rates: Rates,
+        sources: Sources,
         first_step: bool | Sequence[bool],
         options: StepOptions,
         stream: Any,
@@ -77,6 +77,9 @@ class Watch:
     def in_place(self) -> bool: ...
 
 def same(now: object, seen: object) -> bool: ...
+
+# x**n for 0 <= x < 1 and a whole number n >= 0, with the bits of a kernel.
+def power(x: float, n: float) -> float: ...
 def stacks() -> dict[int, list[tuple[str, int, str]]]: ...
 def build_info() -> dict[str, Any]: ...
 def require_cuda() -> int: ...

@@ -88,6 +88,16 @@ _EXTRA = {
     "nesterov-async": Contender(
         find_method("pipedream"), {"optimizer": "nadam", "betas": (0.99, 0.999)}
     ),
+    # bfloat16 moments: 4 bytes less each
+    **{
+        f"{name}-bfloat16": Contender(find_method(name), {"state_dtype": "bfloat16"})
+        for name in ("sync", "auto")
+    },
+    # each with its usual ratio to AdamW's weight decay
+    **{
+        f"{name}-lion": Contender(find_method(name), {"optimizer": "lion", "weight_decay": 0.1})
+        for name in ("sync", "auto", "vanilla")
+    },
     "linear-even": Contender(_even("linear")),
     "difference-even": Contender(_even("difference")),
     # four replicas, whose BatchNorm statistics come from a quarter of the minibatch each

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -38,10 +39,13 @@ def make_optimizer(
             smoothed=smoothed,
         )
     betas = settings.betas
+    if settings.optimizer == "lion":
+        return optim.Lion(parameters, lr=lr, weight_decay=decay)
+    state = None if settings.state_dtype is None else getattr(torch, settings.state_dtype)
     if settings.optimizer == "adam":
-        return optim.Adam(parameters, lr=lr, betas=betas, weight_decay=decay)
+        return optim.Adam(parameters, lr=lr, betas=betas, weight_decay=decay, state_dtype=state)
     if settings.optimizer == "adamw":
-        return optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=decay)
+        return optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=decay, state_dtype=state)
     return optim.NAdam(
         parameters, lr=lr, betas=betas, weight_decay=decay, decoupled_weight_decay=True
     )

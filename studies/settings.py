@@ -15,7 +15,7 @@ from spectrain_ext.tools.commands.options import method_of
 from .options import OptionError
 from .workload import OFFERED, parameters_of, start_rate
 
-Optimizer = Literal["sgd", "adam", "adamw", "nadam", "muon", "soap", "basis-rotation"]
+Optimizer = Literal["sgd", "adam", "adamw", "nadam", "lion", "muon", "soap", "basis-rotation"]
 
 
 # Options by data set and model. Without a depth it is the model's own.
@@ -114,6 +114,7 @@ class TrainSettings:
     lr: float
     momentum: float = 0.9
     betas: tuple[float, float] = (0.9, 0.999)
+    state_dtype: str | None = None  # of moments; None: the parameters'
     weight_decay: float = 0.0
     decays_vectors: bool = True  # whether weight decay includes parameters with one dimension
     nesterov: bool = False

@@ -132,18 +132,21 @@ bool Arrays::has(Role role) const {
 void Arrays::check(const Borrowed& b, const Place& place, Role role, size_t i) const {
   const Place param = place_of(params_name_, place.index);
   const Borrowed& expected = layouts_[i];
-  // State may be wider than 16-bit parameters; gradients and outputs may be narrower than float32.
-  const bool wider =
-      (role == Role::momentum || role == Role::second) && size_of(expected.dtype) == 2;
+  // State may be wider than 16-bit parameters, and bfloat16 under float32; gradients and outputs
+  // may be narrower than float32.
+  const bool state = role == Role::momentum || role == Role::second;
+  const bool wider = state && size_of(expected.dtype) == 2;
+  const bool short_state = state && expected.dtype == DType::float32;
   // Outputs that are only read are compared with the parameters.
   const bool narrower = (role == Role::grads || (role == Role::out && place.writes)) &&
                         expected.dtype == DType::float32;
   if (b.dtype != expected.dtype && !(wider && b.dtype == DType::float32) &&
-      !(narrower && size_of(b.dtype) == 2)) {
+      !(short_state && b.dtype == DType::bfloat16) && !(narrower && size_of(b.dtype) == 2)) {
     throw py::value_error(place.text() + ": expected " + name_of(expected.dtype) +
-                          (wider      ? " or float32"
-                           : narrower ? ", bfloat16 or float16"
-                                      : "") +
+                          (wider         ? " or float32"
+                           : short_state ? " or bfloat16"
+                           : narrower    ? ", bfloat16 or float16"
+                                         : "") +
                           ", the dtype of " + param.text() + ", got " + name_of(b.dtype));
   }
   if (!(b.device == device_)) {

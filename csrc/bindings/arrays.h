@@ -49,8 +49,8 @@ class Arrays {
   // Converts the options of a step (StepOptions in calls.py); None means absent.
   StepOptions options(const py::dict& given, Loans& loans);
 
-  // Learning rates in memory of every group, or none; None: no such one in that group.
-  std::vector<Rate> rates(py::handle given) const;
+  // The numbers in memory of every group, or none: a Source of numbers.py; None: not in that group.
+  std::vector<Source> sources(py::handle given) const;
 
   bool has(Role role) const;
   // Describes a combination of types without a kernel, by the arguments' names.

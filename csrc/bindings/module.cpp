@@ -33,19 +33,19 @@ class PyPlan {
   }
 
   // Writes to the weights if `out` is None.
-  void predict(const std::string& operation, py::handle given, py::handle eps, py::handle rates,
+  void predict(const std::string& operation, py::handle given, py::handle eps, py::handle sources,
                std::optional<size_t> out, py::handle stream) {
     const Plan::Predictor by{operation_of(operation), numbers(eps)};
     const Plan::Terms t = checked(terms(given));
-    run(kState | (out ? bit(Role::out) : 0), stream, rates,
+    run(kState | (out ? bit(Role::out) : 0), stream, sources,
         [&](Plan& plan, void* s) { plan.predict(by, t, out ? plan.outs[*out] : plan.params, s); });
   }
   void stash_predict_(const std::string& operation, py::handle given, py::handle eps,
-                      py::handle rates, py::handle stream) {
+                      py::handle sources, py::handle stream) {
     const Plan::Predictor by{operation_of(operation), numbers(eps)};
     need(Role::stashed, "stashed", "needed to stash");
     const Plan::Terms t = checked(terms(given));
-    run(kState | bit(Role::stashed), stream, rates,
+    run(kState | bit(Role::stashed), stream, sources,
         [&](Plan& plan, void* s) { plan.stash_predict_(by, t, s); });
   }
   void extrapolate(double steps, size_t out, py::handle stream) {
@@ -77,7 +77,7 @@ class PyPlan {
   }
 
   void step(const std::string& name, py::handle given, py::handle given_predictions,
-            py::handle rates, py::handle first_step, const py::dict& options, py::handle stream) {
+            py::handle sources, py::handle first_step, const py::dict& options, py::handle stream) {
     const Operation operation = operation_of(name);
     if (!arrays_.has_gradients()) {
       throw py::value_error("grads: none are known; give grads= or call refresh() after backward");
@@ -92,7 +92,7 @@ class PyPlan {
     Loans loans{arrays_.first(), {}};
     step.options = arrays_.options(options, loans);
     const Roles outs = step.predictions.empty() ? 0 : bit(Role::out);
-    run(kState | bit(Role::grads) | outs, stream, rates,
+    run(kState | bit(Role::grads) | outs, stream, sources,
         [&](Plan& plan, void* s) { plan.step(operation, std::move(step), s); });
   }
 
@@ -130,6 +130,8 @@ class PyPlan {
     if (row.has(Role::second)) {
       need(Role::momentum, "exp_avgs", "Adam needs the first moments");
       need(Role::second, "exp_avg_sqs", "Adam needs the second moments");
+    } else if (operation == Operation::lion_step || operation == Operation::lion_predict) {
+      need(Role::momentum, "exp_avgs", "Lion needs the averages of gradients");
     } else if (row.has(Role::momentum)) {
       need(Role::momentum, "momentum_buffers",
            row.has(Role::grads) ? "needed where momentum != 0"
@@ -159,11 +161,11 @@ class PyPlan {
     if (!arrays_.has(role)) throw py::value_error(std::string(name) + ": " + why);
   }
   template <class F>
-  void run(Roles used, py::handle stream, py::handle rates, F&& f) {
+  void run(Roles used, py::handle stream, py::handle sources, F&& f) {
     Plan& plan = *arrays_.plan;
     if (plan.size() == 0) return;
     arrays_.check_in_place(used);
-    plan.rates = arrays_.rates(rates);
+    plan.sources = arrays_.sources(sources);
     void* handle = nullptr;
     if (plan.device().cuda) handle = resolve_stream(stream, arrays_.first(), plan.device().index);
     try {
@@ -238,9 +240,9 @@ PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
       .def(py::init<const std::vector<spectrain::PyList>&, std::vector<uint16_t>, bool>(),
            py::arg("lists"), py::arg("groups"), py::arg("single"))
       .def("predict", method(&PyPlan::predict), py::arg("operation"), py::arg("terms"),
-           py::arg("eps"), py::arg("rates"), py::arg("out"), stream)
+           py::arg("eps"), py::arg("sources"), py::arg("out"), stream)
       .def("stash_predict_", method(&PyPlan::stash_predict_), py::arg("operation"),
-           py::arg("terms"), py::arg("eps"), py::arg("rates"), stream)
+           py::arg("terms"), py::arg("eps"), py::arg("sources"), stream)
       .def("extrapolate", method(&PyPlan::extrapolate), py::arg("steps"), py::arg("out"), stream)
       .def("stash", method(&PyPlan::stash), stream)
       .def("restore_", method(&PyPlan::restore_), stream)
@@ -249,7 +251,7 @@ PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
       .def("distance_scratch", method(&PyPlan::distance_scratch))
       .def("distances", method(&PyPlan::distances), py::arg("result"), py::arg("scratch"), stream)
       .def("step", method(&PyPlan::step), py::arg("operation"), py::arg("settings"),
-           py::arg("predictions"), py::arg("rates"), py::arg("first_step"), py::arg("options"),
+           py::arg("predictions"), py::arg("sources"), py::arg("first_step"), py::arg("options"),
            stream)
       .def("keep", method(&PyPlan::keep), py::arg("watch"))
       .def("pin_gradients", method(&PyPlan::pin_gradients))
@@ -265,6 +267,7 @@ PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
       [](py::handle now, py::handle seen) { return spectrain::same(now.ptr(), seen.ptr()); },
       py::arg("now"), py::arg("seen"));
   m.def("stacks", &spectrain::stacks);
+  m.def("power", &spectrain::power, py::arg("x"), py::arg("n"));
   m.def("build_info", &spectrain::build_info);
   m.def(
       "stream_handle",

@@ -56,10 +56,10 @@ inline std::vector<double> numbers(py::handle sequence) {
 
 // A Term of numbers.py.
 inline Term term(py::handle given) {
-  Items items(given, 7);
+  Items items(given, 8);
   Term t;
   for (double* x : {&t.keep, &t.momentum, &t.gradient, &t.root, &t.keep_per_lr, &t.momentum_per_lr,
-                    &t.gradient_per_lr}) {
+                    &t.gradient_per_lr, &t.ahead}) {
     *x = items.next_number();
   }
   return t;
@@ -80,8 +80,8 @@ inline std::vector<Setting> settings(py::handle groups) {
   std::vector<Setting> result;
   for (Items group(groups); group.more();) {
     Setting& s = result.emplace_back();
-    Items items(group.next(), 7);
-    for (double* x : {&s.sign, &s.weight_decay, &s.decay, &s.gain, &s.decay2, &s.eps}) {
+    Items items(group.next(), 8);
+    for (double* x : {&s.sign, &s.weight_decay, &s.decay, &s.gain, &s.decay2, &s.eps, &s.count}) {
       *x = items.next_number();
     }
     s.step = term(items.next());

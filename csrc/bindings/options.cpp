@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "arrays.h"
+#include "numbers.h"
 
 namespace spectrain {
 namespace {
@@ -123,18 +124,27 @@ Borrowed Arrays::borrow_number(py::handle array, const Place& place, bool may_be
   return b;
 }
 
-std::vector<Rate> Arrays::rates(py::handle given) const {
-  std::vector<Rate> rates;
-  if (given.is_none()) return rates;
-  const std::string name = "lr";
+std::vector<Source> Arrays::sources(py::handle given) const {
+  std::vector<Source> sources;
+  if (given.is_none()) return sources;
   Loans loans{first(), {}};
-  for (const py::handle array : given.cast<py::tuple>()) {
-    Rate& rate = rates.emplace_back();
-    if (array.is_none()) continue;
-    const Borrowed b = borrow_number(array, {name, 0, true}, true, loans);
-    rate = {b.data, b.dtype == DType::float64};
+  const auto read = [&](const py::object& number, const char* name) -> Number {
+    if (PyFloat_Check(number.ptr())) return {nullptr, false, number.cast<double>()};
+    const Borrowed b = borrow_number(number, {name, 0, true}, true, loans);
+    return {b.data, b.dtype == DType::float64};
+  };
+  for (Items groups(given); groups.more();) {
+    Source& source = sources.emplace_back();
+    const py::object group = groups.next();
+    if (group.is_none()) continue;
+    Items items(group, 5);
+    source.lr = read(items.next(), "lr");
+    source.factor = items.next_number();
+    source.count = read(items.next(), "step");
+    source.beta1 = items.next_number();
+    source.beta2 = items.next_number();
   }
-  return rates;
+  return sources;
 }
 
 const float* Arrays::scalar(py::handle array, const std::string& name, bool zero_grad,

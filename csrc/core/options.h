@@ -26,7 +26,7 @@ struct Gate {
   }
 };
 
-// Stochastic rounding of new bfloat16 weights; see rules/rounding.h.
+// Stochastic rounding to bfloat16, of new weights or of second moments; see rules/rounding.h.
 //
 // The random bits of an element depend only on the seed and its position in the call, so they are
 // the same on every machine and for every division into rows, chunks and threads. The generator is
@@ -38,7 +38,7 @@ struct Rounding {
   bool stochastic = false;
   uint64_t start = 0;
 
-  static Rounding seeded(uint64_t seed) { return {true, mix(seed + kStep)}; }
+  SPECTRAIN_HD static Rounding seeded(uint64_t seed) { return {true, mix(seed + kStep)}; }
   // The generator's state at an element; the next element's is larger by kStep.
   SPECTRAIN_HD uint64_t state(uint64_t position) const { return start + position * kStep; }
 

@@ -127,4 +127,24 @@ SPECTRAIN_HD double multiply_add(double a, double b, double c) { return __builti
 SPECTRAIN_HD float square_root(float x) { return __builtin_sqrtf(x); }
 SPECTRAIN_HD double square_root(double x) { return __builtin_sqrt(x); }
 
+// x^n for 0 <= x < 1 and a whole number n >= 0, the same bits on both sides, where math libraries
+// differ. Squares an unevaluated sum of two numbers (Dekker, 1971), so that the error is that of
+// the last rounding.
+SPECTRAIN_HD double power(double x, double n) {
+  double high = 1.0, low = 0.0, square = x, rest = 0.0;
+  for (auto k = static_cast<uint64_t>(n); k != 0; k >>= 1) {
+    if ((k & 1u) != 0) {
+      const double product = high * square;
+      const double error = multiply_add(high, square, -product) + (high * rest + low * square);
+      high = product + error;
+      low = error - (high - product);
+    }
+    const double product = square * square;
+    const double error = multiply_add(square, square, -product) + 2.0 * square * rest;
+    square = product + error;
+    rest = error - (square - product);
+  }
+  return high;
+}
+
 }  // namespace spectrain

@@ -42,17 +42,18 @@ struct TableView {
   void* const* pointers;  // n_streams a row
   uint32_t n_rows, n_streams;
   uint32_t chunk_begin, chunk_end;  // the chunks of this launch, which may be part of a long table
-  // With stochastic rounding, the last pointer of a row is its first element's position.
+  // If a stream is rounded stochastically, the last pointer of a row is its first element's
+  // position.
   StepOptions options = {};
 
   SPECTRAIN_HD void* pointer(uint32_t row, uint32_t stream) const {
     return pointers[static_cast<uint64_t>(row) * n_streams + stream];
   }
 
-  // The generator's state at an element of a row, for stochastic rounding.
-  SPECTRAIN_HD uint64_t random_state(uint32_t row, int64_t element) const {
+  // The position of an element of a row in the call, for stochastic rounding.
+  SPECTRAIN_HD uint64_t position(uint32_t row, int64_t element) const {
     const auto first = reinterpret_cast<uintptr_t>(pointer(row, n_streams - 1));
-    return options.rounding.state(static_cast<uint64_t>(first) + static_cast<uint64_t>(element));
+    return static_cast<uint64_t>(first) + static_cast<uint64_t>(element);
   }
 
   // Finds the row of a chunk by bisection.

@@ -22,14 +22,18 @@ static inline bool match(Types<W, G, S, O>, KernelKey k) {
 
 template <class... T>
 struct TypesList {};
-template <class... A, class... B>
-auto concatenate(TypesList<A...>, TypesList<B...>) -> TypesList<A..., B...>;
+template <class... A>
+auto concatenate(TypesList<A...>) -> TypesList<A...>;
+template <class... A, class... B, class... More>
+auto concatenate(TypesList<A...>, TypesList<B...>, More... more)
+    -> decltype(concatenate(TypesList<A..., B...>{}, more...));
 
 using Widths = TypesList<Same<uint16_t>, Same<uint32_t>, Same<uint64_t>>;
 using WeightTypes = TypesList<Same<float>, Same<double>, Same<Half>, Same<BFloat16>>;
-// State has the parameters' type, or float32 for 16-bit parameters. For float32 (master)
-// parameters, gradients and outputs may have 16 bits. One entry per distinct combination of what an
-// operation uses, so that nothing is compiled twice.
+// State has the parameters' type, float32 for 16-bit parameters, or bfloat16 for float32 (master)
+// parameters, whose gradients and outputs may have 16 bits. With bfloat16 state, gradients and
+// outputs of 16 bits are bfloat16 too. One entry per distinct combination of what an operation
+// uses, so that nothing is compiled twice.
 using WiderState =
     TypesList<Types<Half, Half, float, Half>, Types<BFloat16, BFloat16, float, BFloat16>>;
 using Narrowing = TypesList<Types<float, float, float, BFloat16>, Types<float, float, float, Half>>;
@@ -37,11 +41,17 @@ using NarrowGradients =
     TypesList<Types<float, BFloat16, float, float>, Types<float, Half, float, float>>;
 using NarrowBoth =
     TypesList<Types<float, BFloat16, float, BFloat16>, Types<float, Half, float, Half>>;
-using Uniform = decltype(concatenate(WeightTypes{}, WiderState{}));
-using PlainTypes = decltype(concatenate(WeightTypes{}, NarrowGradients{}));
-using PredictTypes = decltype(concatenate(Uniform{}, Narrowing{}));
-using AllTypes =
-    decltype(concatenate(PredictTypes{}, concatenate(NarrowGradients{}, NarrowBoth{})));
+using NarrowState = TypesList<Types<float, float, BFloat16, float>>;
+using NarrowStateAndOutput = TypesList<Types<float, float, BFloat16, BFloat16>>;
+using AllNarrow =
+    TypesList<Types<float, BFloat16, BFloat16, float>, Types<float, BFloat16, BFloat16, BFloat16>>;
+
+template <class... Lists>
+using All = decltype(concatenate(Lists{}...));
+using Uniform = All<WeightTypes, WiderState, NarrowState>;
+using PlainTypes = All<WeightTypes, NarrowGradients>;
+using PredictTypes = All<Uniform, Narrowing, NarrowStateAndOutput>;
+using AllTypes = All<PredictTypes, NarrowGradients, NarrowBoth, AllNarrow>;
 
 // A unit for nvcc compiles one list of operations.h instead of all operations.
 #if defined(SPECTRAIN_UNIT)

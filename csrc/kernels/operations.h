@@ -7,6 +7,7 @@
 #include "rules/adam.h"
 #include "rules/copy.h"
 #include "rules/extrapolate.h"
+#include "rules/lion.h"
 #include "rules/sgd.h"
 
 // X(name, companion, types, rule)
@@ -33,8 +34,12 @@
   X(adam_step, adam_predict, AllTypes, AdamStep<W, G, S, O>) \
   X(adam_predict, none, PredictTypes, AdamPredict<W, S, O>)
 
+#define SPECTRAIN_ROWS_lion(X)                               \
+  X(lion_step, lion_predict, AllTypes, LionStep<W, G, S, O>) \
+  X(lion_predict, none, PredictTypes, LionPredict<W, S, O>)
+
 // These lists: nvcc compiles each as a unit of its own.
-#define SPECTRAIN_UNITS(X) X(copy) X(sgd) X(adam)
+#define SPECTRAIN_UNITS(X) X(copy) X(sgd) X(adam) X(lion)
 
 // Expands SPECTRAIN_ROW, which is defined anew for each use, with each row of a unit.
 #define SPECTRAIN_ROWS(unit) SPECTRAIN_CONCAT(SPECTRAIN_ROWS_, unit)(SPECTRAIN_ROW)
@@ -69,14 +74,14 @@ struct OperationRow {
   Operation companion;
   const Role* roles;  // of its rule's streams
   int n_streams;
-  bool reads_rate, has_outs;  // of its rule
+  bool reads_memory, has_outs;  // of its rule
 
   bool has(Role role) const { return find_role(roles, n_streams, role) >= 0; }
 };
 
 template <class Rule>
 constexpr OperationRow row(const char* name, Operation companion) {
-  return {name,          companion, Rule::Streams::roles, Rule::Streams::size, Rule::reads_rate,
+  return {name,          companion, Rule::Streams::roles, Rule::Streams::size, Rule::reads_memory,
           Rule::has_outs};
 }
 

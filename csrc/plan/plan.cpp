@@ -176,19 +176,19 @@ Plan::Tables Plan::build(const Request& request) const {
 
 int Plan::run_cuda(Table& table, const TableView& rows, Settings settings, bool capturing,
                    void* stream) {
-  const bool reads_rate = std::any_of(settings.data, settings.data + settings.size,
-                                      [](const Setting& s) { return s.rate.at != nullptr; });
+  const bool reads_memory = std::any_of(settings.data, settings.data + settings.size,
+                                        [](const Setting& s) { return s.source.in_memory(); });
   // At the first use, writing a long table to the device would take as many launches.
   const bool stays = keep_tables && table.uses++ > 0;
   const CudaLaunch launch{table.cuda, table.key, rows, settings, device_.index, stream};
-  if (!reads_rate && fits_parameters(launch, stays)) return launch_cuda(launch);
+  if (!reads_memory && fits_parameters(launch, stays)) return launch_cuda(launch);
   if (table.memory == nullptr) {
     table.memory = allocate(resident_bytes(launch), stream);
     table.written = false;
   }
   table.memory->used_on(stream);
   const int launches =
-      launch_cuda_resident(launch, {table.memory->at(), !table.written, reads_rate});
+      launch_cuda_resident(launch, {table.memory->at(), !table.written, reads_memory});
   // Captured work runs only when the graph is replayed; earlier calls cannot rely on it.
   table.written |= !capturing;
   return launches;
@@ -226,10 +226,17 @@ void Plan::run(std::vector<Call> calls, void* stream) {
   for (const Call& call : calls) resolve(call.request);
   const bool capturing = device_.cuda && cuda_is_capturing(device_.index, stream);
   for (Call& call : calls) {
-    if (rates.empty() || !row_of(call.request.operation).reads_rate) continue;
+    if (sources.empty() || !row_of(call.request.operation).reads_memory) continue;
     for (size_t g = 0; g < n_groups_; ++g) {
-      call.settings[g].rate = rates[g];
-      if (!device_.cuda) call.settings[g].read_rate();
+      Setting& setting = call.settings[g];
+      setting.source = sources[g];
+      if (!setting.source.in_memory()) continue;
+      if (setting.n_terms() > kMaxTermsFromMemory) {
+        throw std::invalid_argument("steps: expected at most " +
+                                    std::to_string(kMaxTermsFromMemory) +
+                                    " updates ahead in a call that reads numbers in memory");
+      }
+      if (!device_.cuda) setting.read_memory();
     }
   }
   for (const Call& call : calls) run_one(call, capturing, stream);
@@ -291,11 +298,18 @@ void Plan::extrapolate(double steps, const Column& out, void* stream) {
   run({{{Operation::extrapolate, {&params, &stashed, &out}}, settings}}, stream);
 }
 
+bool Plan::rounds_second(Operation operation, const std::vector<Setting>& settings) const {
+  return row_of(operation).has(Role::second) &&
+         std::any_of(settings.begin(), settings.end(),
+                     [](const Setting& s) { return s.rounds_second(); }) &&
+         std::find(second.dtype.begin(), second.dtype.end(), DType::bfloat16) != second.dtype.end();
+}
+
 void Plan::step(Operation operation, Step given, void* stream) {
   auto& [settings, predictions, options, first_step] = given;
   const bool everywhere = all_gradients();
   Request request{operation, streams(operation), everywhere ? Which::all : Which::with_gradient,
-                  first_step, options.rounding.stochastic};
+                  first_step, options.rounding.stochastic || rounds_second(operation, settings)};
   Predictor later_by{row_of(operation).companion};
   if (later_by.operation == Operation::none && !predictions.empty()) {
     throw std::invalid_argument("predict: this step makes no predictions");
@@ -307,6 +321,7 @@ void Plan::step(Operation operation, Step given, void* stream) {
   std::stable_partition(predictions.begin(), predictions.end(),
                         [](const Prediction& p) { return needs_gradient(p.terms); });
   const size_t n_state = request.streams.size();
+  const size_t most_terms = sources.empty() ? kMaxTerms : kMaxTermsFromMemory;
   std::vector<Call> later;
   for (const Prediction& p : predictions) {
     const Column& out = outs.at(p.out);
@@ -315,7 +330,7 @@ void Plan::step(Operation operation, Step given, void* stream) {
     int terms = 0;
     for (const Setting& s : settings) terms = std::max(terms, s.n_terms());
     const bool fits = row_of(operation).has_outs && same_type && settings[0].n_outs < kMaxOuts &&
-                      terms + std::max<size_t>(longest(p.terms), 1) <= kMaxTerms;
+                      terms + std::max<size_t>(longest(p.terms), 1) <= most_terms;
     if (!fits && needs_gradient(p.terms)) {
       throw std::invalid_argument(
           "predict: second-order predictions have to be written by the step itself, which takes "

@@ -63,8 +63,8 @@ class Plan {
                                     : &Plan::stashed;
   }
 
-  // The learning rate in memory of every group, for the next calls; empty: none.
-  std::vector<Rate> rates;
+  // The numbers in memory of every group, for the next calls; empty: none.
+  std::vector<Source> sources;
 
   // Allocates device memory for tables, aligned to at least 16 bytes, for work on a stream. Earlier
   // uses of the memory have completed when that work begins.
@@ -178,6 +178,8 @@ class Plan {
                                   Which which) const;
   // The lists of an operation's streams, and of its extra output; `out`: where a prediction goes.
   std::vector<const Column*> streams(Operation operation, const Column* out = nullptr) const;
+  // Whether a step rounds second moments stochastically.
+  bool rounds_second(Operation operation, const std::vector<Setting>& settings) const;
   // Resolves all calls before the first runs, so that an error changes nothing.
   void run(std::vector<Call> calls, void* stream);
   void run_one(const Call& call, bool capturing, void* stream);

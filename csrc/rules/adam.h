@@ -4,6 +4,9 @@
 //   d  = sign*factor*g + weight_decay*W
 //   m' = decay*m + (1 - decay)*d,  u' = decay2*u + ((1 - decay2)*d)*d
 //   W' = keep*W - (momentum*m' + gradient*d) / (sqrt(u')*root + eps)
+//
+// Predictions read the moments as stored. A bfloat16 second moment whose decay is above
+// kRoundedDecay is rounded stochastically: rounded to nearest, it would not move.
 #pragma once
 
 #include "stream.h"
@@ -38,6 +41,7 @@ struct AdamMove {
 template <class W, class G, class M, class Out>
 struct AdamStep : Defaults {
   using Acc = acc_t<W>;
+  static constexpr bool reads_memory = true;
   using Streams = StreamList<InOut<Role::params, W>, In<Role::grads, G>, InOut<Role::momentum, M>,
                              InOut<Role::second, M>>;
   struct Step {
@@ -47,9 +51,12 @@ struct AdamStep : Defaults {
   };
   struct Args {
     Step step;
+    Rounding second;  // of bfloat16 second moments
     Predictions<Acc> predictions;
   };
   SPECTRAIN_HD static void make(const Setting& s, Args& a) {
+    // The step's number is a seed of its own; ~ keeps it apart from the users' seeds for weights.
+    a.second = s.rounds_second() ? Rounding::seeded(~static_cast<uint64_t>(s.count)) : Rounding{};
     a.step = {Direction<Acc>::make(s),          static_cast<Acc>(s.decay),
               static_cast<Acc>(s.gain),         static_cast<Acc>(s.decay2),
               static_cast<Acc>(1.0 - s.decay2), static_cast<Acc>(s.eps),
@@ -94,6 +101,7 @@ struct AdamStep : Defaults {
 template <class W, class M, class Out>
 struct AdamPredict : Defaults {
   using Acc = acc_t<W>;
+  static constexpr bool reads_memory = true;
   using Streams = StreamList<In<Role::params, W>, In<Role::momentum, M>, In<Role::second, M>>;
   struct Args {
     Acc eps;

@@ -1,5 +1,5 @@
-// Stochastic rounding of new weights to bfloat16: up or down with probabilities given by the
-// distance, so that updates too small for round-to-nearest survive on average.
+// Stochastic rounding to bfloat16: up or down with probabilities given by the distance, so that
+// changes too small for round-to-nearest survive on average.
 #pragma once
 
 #include <cstdint>
@@ -20,10 +20,22 @@ SPECTRAIN_HD uint16_t round_stochastically(float x, uint64_t state) {
   return static_cast<uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? nan : (u + random) >> 16);
 }
 
-// Whether a rule rounds weights: it makes a step, and they are bfloat16.
-template <class Rule>
-SPECTRAIN_HD constexpr bool rounds_weights() {
-  return kGradient<Rule> >= 0 && std::is_same_v<typename stream_t<Rule, 0>::type, BFloat16>;
+// Whether a step may round a stream stochastically: bfloat16 weights, and second moments.
+template <class Rule, int I>
+constexpr bool rounds =
+    kGradient<Rule> >= 0 && stream_t<Rule, I>::writes &&
+    std::is_same_v<typename stream_t<Rule, I>::type, BFloat16> &&
+    (stream_t<Rule, I>::role == Role::params || stream_t<Rule, I>::role == Role::second);
+
+// How it does: weights by the call's option, second moments by their group's decay.
+template <class Rule, int I>
+SPECTRAIN_HD const Rounding& rounding_of(const typename Rule::Args& args,
+                                         const StepOptions& options) {
+  if constexpr (stream_t<Rule, I>::role == Role::params) {
+    return options.rounding;
+  } else {
+    return args.second;
+  }
 }
 
 }  // namespace spectrain

@@ -30,7 +30,7 @@ SPECTRAIN_HD Acc sgd_move(const Coefficients<Acc>& c, Acc w, Acc v, Acc d) {
 template <class W, class G, class V, class Out>
 struct SgdStep : Defaults {
   using Acc = acc_t<W>;
-  static constexpr bool reads_rate = true;
+  static constexpr bool reads_memory = true;
   using Streams = StreamList<InOut<Role::params, W>, In<Role::grads, G>, InOut<Role::momentum, V>>;
   struct Step {
     Direction<Acc> direction;
@@ -77,7 +77,7 @@ struct SgdStep : Defaults {
 template <class W, class G>
 struct SgdPlain : Defaults {
   using Acc = acc_t<W>;
-  static constexpr bool reads_rate = true;
+  static constexpr bool reads_memory = true;
   using Streams = StreamList<InOut<Role::params, W>, In<Role::grads, G>>;
   struct Args {
     Direction<Acc> direction;
@@ -102,7 +102,7 @@ struct SgdPlain : Defaults {
 template <class W, class V, class Out_>
 struct SgdPredict : Defaults {
   using Acc = acc_t<W>;
-  static constexpr bool reads_rate = true;
+  static constexpr bool reads_memory = true;
   using Streams = StreamList<In<Role::params, W>, In<Role::momentum, V>, Out<Role::out, Out_>>;
   struct Args {
     Coefficients<Acc> term;

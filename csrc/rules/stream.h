@@ -77,7 +77,7 @@ SPECTRAIN_HD void unroll(F&& f) {
 // - Step, the part of Args that `apply` needs for a row, small enough for registers, returned by
 //   `step(args, flags, factor)` from the row's flags and the gradients' factor;
 // - `apply(step, x)`, the update of one element of every stream;
-// - reads_rate: its coefficients are linear in a learning rate, which may be in memory.
+// - reads_memory: its coefficients may depend on a learning rate or a step count in memory.
 //
 // A rule without extra outputs uses its Args as Step. With outputs (has_outs = true) it also has:
 // - `predictions` in its Args; OutType; and Move, the coefficients of one term;
@@ -90,7 +90,7 @@ struct Defaults {
   static constexpr bool has_outs = false;
   static constexpr unsigned kKept = 0;
   static constexpr bool divides = false;
-  static constexpr bool reads_rate = false;
+  static constexpr bool reads_memory = false;
   template <class Args, class Factor>
   SPECTRAIN_HD static const Args& step(const Args& a, unsigned /*flags*/, Factor) {
     return a;

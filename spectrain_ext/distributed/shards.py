@@ -29,7 +29,7 @@ from spectrain_ext.weights.storage import in_a_row, local_part, taken_apart, unc
 from .ranks import Ranks
 
 #: Optimizers that treat each element by itself, so that a shard is updated as in the whole tensor.
-_ELEMENTWISE = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
+_ELEMENTWISE = "ASGD Adadelta Adagrad Adam AdamW Adamax Lion NAdam RAdam RMSprop Rprop SGD"
 # Marks the form of a message with shards; a note of what each was comes next.
 _SHARDED = "sharded"
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
         adam_predict,
         distance,
         extrapolate,
+        lion_predict,
         predict,
         predict_,
         restore_,
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
         swap_,
     )
     from .plan import Plan
-    from .steps import adam_step_, sgd_step_
+    from .steps import adam_step_, lion_step_, sgd_step_
 
 __all__ = [
     "Plan",
@@ -27,6 +28,8 @@ __all__ = [
     "distance",
     "extrapolate",
     "laws",
+    "lion_predict",
+    "lion_step_",
     "predict",
     "predict_",
     "restore_",

@@ -14,7 +14,7 @@ from spectrain_ext import _C
 from spectrain_ext._C import Role as Role
 
 from .laws import Law, after_first_step, terms_of
-from .numbers import Hyperparameters, Rate, Setting, SgdNumbers, Term
+from .numbers import Hyperparameters, Setting, SgdNumbers, Source, Term
 
 # Arrays.
 
@@ -151,12 +151,12 @@ def bump_versions(arrays: Iterable[object]) -> None:
 
 Numbers: TypeAlias = Sequence[Hyperparameters]  # of every parameter group
 Terms: TypeAlias = list[list[Term]]  # of every parameter group
-Rates: TypeAlias = tuple[Tensor | None, ...] | None  # of every group that has one in memory
+Sources: TypeAlias = tuple[Source, ...] | None  # of every group; None: no group reads memory
 # The first arguments of a native plan's `predict`: operation, terms, eps of every parameter group,
-# learning rates in memory.
-Prediction: TypeAlias = tuple[str, Terms, tuple[float, ...], Rates]
-# Those of its `step`: operation, settings, outputs with the terms of their predictions, rates.
-Step: TypeAlias = tuple[str, list[Setting], list[tuple[int, Terms]], Rates]
+# numbers in memory.
+Prediction: TypeAlias = tuple[str, Terms, tuple[float, ...], Sources]
+# Those of its `step`: operation, settings, outputs with the terms of their predictions, sources.
+Step: TypeAlias = tuple[str, list[Setting], list[tuple[int, Terms]], Sources]
 
 
 def prediction(groups: Numbers, laws: Sequence[Law]) -> Prediction:
@@ -171,14 +171,12 @@ def prediction(groups: Numbers, laws: Sequence[Law]) -> Prediction:
                 )
     # Rules that divide by a root have one.
     eps = tuple([getattr(each, "eps", 0.0) for each in groups])
-    return f"{groups[0].rule}_predict", terms, eps, _rates(groups)
+    return f"{groups[0].rule}_predict", terms, eps, _sources(groups)
 
 
-def _rates(groups: Numbers) -> Rates:
-    rates = [each.lr for each in groups]
-    if Rate not in map(type, rates):
-        return None
-    return tuple([rate.tensor if isinstance(rate, Rate) else None for rate in rates])
+def _sources(groups: Numbers) -> Sources:
+    sources = tuple([each.source() for each in groups])
+    return sources if any(sources) else None
 
 
 def step_arguments(
@@ -199,4 +197,4 @@ def step_arguments(
             if first_step:
                 laws = list(map(after_first_step, laws, cast("Sequence[SgdNumbers]", groups)))
             predictions.append((j, list(map(terms_of, laws, groups))))
-    return operation, [each.setting() for each in groups], predictions, _rates(groups)
+    return operation, [each.setting() for each in groups], predictions, _sources(groups)

@@ -1,7 +1,8 @@
 """Fused operators on one tensor or a sequence of tensors.
 
 All tensors of a call are on one device (CPU or CUDA), dense (any order of dimensions, no gaps), and
-of dtype float16, bfloat16, float32 or float64; momentum may be float32 where weights have 16 bits.
+of dtype float16, bfloat16, float32 or float64; state may be float32 where weights have 16 bits, and
+bfloat16 where they are float32.
 A sequence of a few hundred tensors needs one kernel launch, on `stream` (default: the current CUDA
 stream). In-place operators bump autograd's version counters, as torch's do. A `Plan` validates its
 tensors once and does not bump version counters.
@@ -37,7 +38,15 @@ from .calls import (
 )
 from .laws import Horizon, Linear, as_law
 from .library import operator
-from .numbers import AdamNumbers, SgdNumbers, Term, horizon, learning_rate, non_negative
+from .numbers import (
+    AdamNumbers,
+    LionNumbers,
+    SgdNumbers,
+    Term,
+    horizon,
+    learning_rate,
+    non_negative,
+)
 
 #: A result is like the parameters; the last: arrays of other frameworks, and what may be either.
 T = TypeVar("T", Tensor, list[Tensor], Sequence[Tensor], "Tensors")
@@ -288,6 +297,36 @@ def adam_predict(
     numbers = AdamNumbers(lr, betas, eps, weight_decay, step, decoupled_weight_decay)
     plan = lists.plan()
     plan.predict(*prediction([numbers], [as_law(steps)]), 0, stream)
+    lists.bump()
+    return cast(T, result)
+
+
+@operator
+def lion_predict(
+    params: T,
+    exp_avgs: Tensors,
+    *,
+    lr: float,
+    steps: Horizon,
+    betas: tuple[float, float] = (0.9, 0.99),
+    weight_decay: float = 0.0,
+    out: Tensors | None = None,
+    stream: Any = None,
+) -> T:
+    """Return the weights predicted `steps` updates of Lion ahead, in `out` or in new tensors.
+
+    For a number of steps the result is W - steps*lr*sign(m). See `lion_step_` for the arguments.
+
+    Example:
+        >>> st.lion_predict(torch.ones(2), torch.tensor([0.1, -0.2]), lr=0.25, steps=2)
+        tensor([0.5000, 1.5000])
+    """
+    lists = Lists(params, "params", writes=False)
+    lists.add(Role.MOMENTUM, "exp_avgs", exp_avgs, writes=False)
+    result = _output(lists, Role.OUT, out, stream)
+    plan = lists.plan()
+    by = prediction([LionNumbers(lr, betas, weight_decay)], [as_law(steps)])
+    plan.predict(*by, 0, stream)
     lists.bump()
     return cast(T, result)
 

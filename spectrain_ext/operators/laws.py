@@ -15,6 +15,7 @@ from spectrain_ext._C import MAX_TERMS
 
 from .numbers import AdamNumbers as AdamNumbers
 from .numbers import Hyperparameters, Rate, horizon, non_negative, number
+from .numbers import LionNumbers as LionNumbers
 from .numbers import SgdNumbers as SgdNumbers
 from .numbers import Term as Term
 
@@ -48,7 +49,8 @@ Horizon: TypeAlias = SupportsFloat | Law
 class Linear(Law):
     """Repeat the last update s times: W - s*lr*v (SpecTrain, arXiv 1809.02839).
 
-    Under Adam, W - s*lr*m_hat/(sqrt(u_hat) + eps), without the decay term (PipeOptim, 2023).
+    Under Adam, W - s*lr*m_hat/(sqrt(u_hat) + eps), without the decay term (PipeOptim, 2023). Under
+    Lion, W - s*lr*sign(m): the sign of the average, which is less noisy than the last update.
 
     Example:
         >>> st.predict(torch.ones(1), torch.ones(1), lr=0.25, steps=st.laws.Linear(2))
@@ -69,6 +71,9 @@ class Linear(Law):
         rate = numbers.rate()
         return [Term(1.0, self.steps * rate, 0.0, numbers.root(numbers.step))]
 
+    def lion(self, numbers: LionNumbers) -> list[Term]:
+        return [Term(1.0, self.steps * numbers.lr)] if self.steps else []
+
 
 @dataclass(frozen=True, slots=True)
 class Geometric(Law):
@@ -77,7 +82,8 @@ class Geometric(Law):
     SGD: W - lr*v*(mu - mu^(s+1))/(1 - mu). With an L2 penalty, decoupled decay or Nesterov
     momentum: the exact continuation, for a whole s. Adam, for i = 1..s with the bias corrections of
     step t+i: p -= lr*(beta1^i*m/(1 - beta1^(t+i))) / (sqrt(u)/sqrt(1 - beta2^(t+i)) + eps); AdamW
-    first multiplies p by 1 - lr*decay. The second moment does not decay.
+    first multiplies p by 1 - lr*decay. The second moment does not decay. Lion: s updates along
+    sign(m), each with its decay, for a whole s.
 
     Example:
         >>> law = st.laws.Geometric(2)
@@ -111,6 +117,15 @@ class Geometric(Law):
             for i in range(1, steps + 1)
         ]
 
+    def lion(self, numbers: LionNumbers) -> list[Term]:
+        if not numbers.weight_decay:
+            return Linear(self.steps).lion(numbers)
+        steps = _whole(self.steps, "weight decay")
+        keep, left, moved = numbers.keep, 1.0, 0.0
+        for _ in range(steps):
+            left, moved = keep * left, keep * moved + numbers.lr
+        return [Term(left, moved)] if steps else []
+
 
 @dataclass(frozen=True, slots=True)
 class SecondOrder(Law):
@@ -118,7 +133,8 @@ class SecondOrder(Law):
 
     W - lr*[(D + lead)*v + D*(D+1)/2*(v - v_prev)] with D = delay; lead >= -D. After an update
     v - v_prev = (gain*d - (1 - mu)*v)/mu, so the law needs no extra state, but only the step, which
-    has the gradient, can write this prediction. On the first update v_prev is 0.
+    has the gradient, can write this prediction. On the first update v_prev is 0. Lion moves by
+    (D + lead)*lr along the sign of m + (D + 1)/2*D/(D + lead)*(m - m_prev).
 
     Example:
         >>> weights, gradients, momentum = torch.ones(1), torch.ones(1), torch.zeros(1)
@@ -160,6 +176,20 @@ class SecondOrder(Law):
         rate = numbers.rate()
         return [Term(1.0, rate * momentum, rate * gradient, numbers.root(numbers.step))]
 
+    def lion(self, numbers: LionNumbers) -> list[Term]:
+        reach, beta2 = self.delay + self.lead, numbers.betas[1]
+        if not reach:
+            return []
+        if beta2 == 0.0:
+            raise ValueError("betas[1]: a second-order prediction needs an average of gradients")
+        momentum, gradient = self._coefficients(beta2, 1.0 - beta2)
+        if momentum <= 0.0:  # D is so long that the change outweighs the average
+            raise ValueError(
+                f"steps: {self} is not defined under Lion with betas[1] = {beta2}: expected a "
+                "shorter delay"
+            )
+        return [Term(1.0, reach * numbers.lr, gradient / momentum)]
+
 
 _linear = lru_cache(maxsize=256)(Linear)  # a training loop uses the same few at every step
 
@@ -181,21 +211,24 @@ def law_named(law: str | Callable[[int], Law], horizon: int) -> Law:
     return Geometric(horizon) if law == "geometric" else Linear(horizon)
 
 
+_NAMES = {"sgd": "SGD", "lion": "Lion", "matrix": "an update of matrices"}
+
+
 def terms_of(law: Law, numbers: Hyperparameters) -> list[Term]:
     """Return the terms of a law under an update rule, by the law's method of the rule's name.
 
-    At most one under SGD; ValueError for a rule that the law does not support.
+    At most one under SGD and Lion; ValueError for a rule that the law does not support.
     """
     formula = getattr(law, numbers.rule, None)
     if formula is None:
         raise ValueError(f"steps: {law} is not defined under {numbers.rule}")
     terms: list[Term] = formula(numbers)
-    if isinstance(numbers, SgdNumbers):
-        if len(terms) > 1:
-            raise ValueError(f"steps: expected at most one term under SGD, {law} gave {len(terms)}")
-        if isinstance(numbers.lr, Rate):
-            return [term.split() for term in terms]
-    return terms
+    if len(terms) > 1 and not isinstance(numbers, AdamNumbers):
+        raise ValueError(
+            f"steps: expected at most one term under {_NAMES[numbers.rule]}, {law} gave "
+            f"{len(terms)}"
+        )
+    return [term.split() for term in terms] if isinstance(numbers.lr, Rate) else terms
 
 
 def after_first_step(law: Law, numbers: SgdNumbers) -> Law:

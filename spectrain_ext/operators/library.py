@@ -6,7 +6,7 @@ mark, bump those version counters, and record nothing for autograd. The schemas 
 operators' signatures. They take lists of tensors and plain numbers:
 
 - `lr` is a number; `lr_tensor`, a tensor of one element, replaces it. A graph is recompiled for a
-  new number, but not for a new value in a tensor.
+  new number, but not for a new value in a tensor. So is `step`, with `step_tensor`.
 - A law of `spectrain_ext.laws` is a name and numbers: "linear" [s], "geometric" [s],
   "second_order" [delay, lead].
 - Outputs are called `outs`, because torch.compile treats the name `out` specially.
@@ -103,8 +103,20 @@ def _rate(lr: float | Tensor, _: int) -> dict[str, Any]:
 
 
 def _decoded_rate(given: dict[str, Any], _: int) -> Any:
-    tensor = given.pop("lr_tensor")
-    return given["lr"] if tensor is None else tensor.item()
+    return _number(given.pop("lr_tensor"), given["lr"])
+
+
+def _count(step: int | Tensor, _: int) -> dict[str, Any]:
+    return {"step": 0, "step_tensor": step} if isinstance(step, Tensor) else {"step": step}
+
+
+def _decoded_count(given: dict[str, Any], _: int) -> Any:
+    return _number(given.pop("step_tensor"), given["step"])
+
+
+def _number(tensor: Tensor | None, number: float) -> Any:
+    """Return the number, or that of a tensor, which a kernel reads on a GPU."""
+    return number if tensor is None else tensor if tensor.is_cuda else tensor.item()
 
 
 def _predictions(predict: Sequence[tuple[Horizon, Any]], _: int) -> dict[str, Any]:
@@ -146,6 +158,7 @@ def _taken_apart(given: dict[str, Any], n: int) -> list[Sequence[Tensor]]:
 #: By an argument's name, or its type in the operator's signature.
 _FORMS = {
     "lr": _Form("float lr, Tensor? lr_tensor=None", _rate, _decoded_rate),
+    "step": _Form("SymInt step, Tensor? step_tensor=None", _count, _decoded_count),
     "Horizon": _Form(
         'float[] steps, str law="linear"',
         lambda steps, _: dict(zip(("law", "steps"), _encoded(steps), strict=True)),

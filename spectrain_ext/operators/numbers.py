@@ -4,58 +4,95 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol, SupportsFloat, TypeAlias, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, SupportsFloat, TypeAlias, cast
 
 from torch import Tensor
+
+from spectrain_ext._C import power  # has the bits of a kernel that reads a step count
+
+#: Above this decay, a step can move a moment by less than half of a bfloat16's last bit.
+ROUNDED_DECAY = 1.0 - 2.0**-8
 
 
 class Term(NamedTuple):
     """Coefficients of a real or predicted update: W <- keep*W - (momentum*v + gradient*d) / D.
 
     v is the momentum buffer and d the gradient with weight decay. D is 1 for SGD and
-    sqrt(second moment)*root + eps for Adam.
+    sqrt(second moment)*root + eps for Adam. Lion predicts keep*W - momentum*sign(v + gradient*d).
     """
 
     keep: float
     momentum: float
     gradient: float = 0.0
     root: float = 1.0
-    # What a kernel adds per unit of a learning rate in memory, see `Rate`.
+    # What a kernel adds per unit of a learning rate, where it reads numbers in memory, see `Rate`.
     keep_per_lr: float = 0.0
     momentum_per_lr: float = 0.0
     gradient_per_lr: float = 0.0
+    ahead: float = -1.0  # the updates ahead of `Count`, for Adam's bias corrections; -1: none
 
     def split(self) -> Term:
         """Return the term with each coefficient a + b*lr as the two numbers a and b."""
         (keep, keep_lr), (momentum, momentum_lr), (gradient, gradient_lr) = (
             (x.constant, x.per_lr) if isinstance(x, Rate) else (x, 0.0) for x in self[:3]
         )
-        return Term(keep, momentum, gradient, self.root, keep_lr, momentum_lr, gradient_lr)
+        root: Any = self.root
+        aheads = {cast(Rate, x).ahead for x in self[1:3] if isinstance(x, Rate) and x}
+        if isinstance(root, Count):
+            aheads.add(root.ahead)
+            root = 1.0
+        if len(aheads) > 1:
+            raise ValueError(
+                "lr: expected a number on the host, since this prediction mixes the bias "
+                "corrections of several updates in one term"
+            )
+        (ahead,) = aheads or {-1.0}
+        return Term(keep, momentum, gradient, root, keep_lr, momentum_lr, gradient_lr, ahead)
 
 
 class Rate:
-    """The number constant + per_lr*lr, where a kernel reads lr from a tensor when it runs.
+    """The number constant + per_lr*lr, where a kernel computes lr from memory when it runs.
 
-    It takes the place of SGD's learning rate in the formulas of steps and laws, which have to be
-    linear in it.
+    It takes the place of a learning rate in the formulas of steps and laws, which have to be linear
+    in it. The kernel's lr is factor*value. With ``ahead``, it is the first factor of Adam's update
+    so many updates ahead: factor*value / (1 - beta1^(count + ahead)).
     """
 
-    __slots__ = ("constant", "per_lr", "tensor")
+    __slots__ = ("ahead", "constant", "factor", "per_lr", "value")
 
-    def __init__(self, tensor: Tensor, constant: float = 0.0, per_lr: float = 1.0) -> None:
-        self.tensor, self.constant, self.per_lr = tensor, constant, per_lr
+    def __init__(
+        self,
+        value: Tensor | float,
+        factor: float = 1.0,
+        ahead: float = -1.0,
+        constant: float = 0.0,
+        per_lr: float = 1.0,
+    ) -> None:
+        self.value, self.factor, self.ahead = value, factor, ahead
+        self.constant, self.per_lr = constant, per_lr
+
+    def _with(self, constant: float, per_lr: float) -> Rate:
+        return Rate(self.value, self.factor, self.ahead, constant, per_lr)
+
+    def as_unit(self) -> Rate:
+        """Return a multiple of a learning rate as a rate of its own."""
+        return self if self.per_lr == 1.0 else Rate(self.value, self.factor * self.per_lr)
+
+    def corrected(self, ahead: float) -> Rate:
+        """Return the rate over Adam's bias correction of the first moment."""
+        return Rate(self.value, self.factor, ahead)
 
     def __add__(self, other: float) -> Rate:
         self._check_linear(other)
-        return Rate(self.tensor, self.constant + other, self.per_lr)
+        return self._with(self.constant + other, self.per_lr)
 
     def __mul__(self, other: float) -> Rate:
         self._check_linear(other)
-        return Rate(self.tensor, self.constant * other, self.per_lr * other)
+        return self._with(self.constant * other, self.per_lr * other)
 
     def __truediv__(self, other: float) -> Rate:
         self._check_linear(other)
-        return Rate(self.tensor, self.constant / other, self.per_lr / other)
+        return self._with(self.constant / other, self.per_lr / other)
 
     def __neg__(self) -> Rate:
         return self * -1.0
@@ -73,15 +110,38 @@ class Rate:
 
     def _check_linear(self, other: object) -> None:
         if isinstance(other, Rate):
+            where = self.value.device if isinstance(self.value, Tensor) else "the host"
             raise TypeError(
                 "lr: expected a number on the host, since this prediction is not linear in it, "
-                f"got a tensor on {self.tensor.device} that a kernel reads"
+                f"got a learning rate or a step count in memory, on {where}, that a kernel reads"
             )
 
 
-# Sign, L2 penalty, decay, gain, second decay, eps, step: as csrc/bindings/numbers.h reads them. A
-# NamedTuple would take 0.2 us to create, several times per step.
-Setting: TypeAlias = tuple[float, float, float, float, float, float, Term]
+class Count:
+    """The number of an update, `value + ahead`, where a kernel reads Adam's step count."""
+
+    __slots__ = ("ahead", "value")
+
+    def __init__(self, value: Tensor | float, ahead: float = 0.0) -> None:
+        self.value, self.ahead = value, ahead
+
+    def __add__(self, ahead: float) -> Count:
+        return Count(self.value, self.ahead + ahead)
+
+    __radd__ = __add__
+
+
+def is_in_memory(value: object) -> bool:
+    """Return whether a kernel reads a learning rate or a step count."""
+    return isinstance(value, (Rate, Count)) or (isinstance(value, Tensor) and value.is_cuda)
+
+
+#: What terms are computed from when a kernel runs: learning rate, its factor, step count, betas.
+Source: TypeAlias = "tuple[Tensor | float, float, Tensor | float, float, float] | None"
+
+# Sign, L2 penalty, decay, gain, second decay, eps, step count, step: as csrc/bindings/numbers.h
+# reads them. A NamedTuple would take 0.2 us to create, several times per step.
+Setting: TypeAlias = tuple[float, float, float, float, float, float, float, Term]
 
 
 def number(name: str, value: SupportsFloat) -> float:
@@ -104,9 +164,9 @@ def non_negative(name: str, value: SupportsFloat) -> float:
 
 def learning_rate(value: SupportsFloat | Rate) -> float:
     """Return a learning rate >= 0, or a `Rate` for a CUDA tensor, whose value is not checked."""
-    if isinstance(value, Tensor) and value.is_cuda:
+    if isinstance(value, Tensor) and is_in_memory(value):
         value = Rate(value)
-    return cast(float, value) if isinstance(value, Rate) else non_negative("lr", value)
+    return cast(float, value.as_unit()) if isinstance(value, Rate) else non_negative("lr", value)
 
 
 def fraction(name: str, value: SupportsFloat) -> float:
@@ -115,6 +175,16 @@ def fraction(name: str, value: SupportsFloat) -> float:
     if result >= 1.0:
         raise ValueError(f"{name}: expected a number in [0, 1), got {result!r}")
     return result
+
+
+def pair_of_betas(betas: Any) -> tuple[float, float]:
+    """Return two floats in [0, 1); TypeError or ValueError for anything else."""
+    try:
+        first, second = betas
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"betas: expected a pair of numbers, got {betas!r}") from None
+    return fraction("betas[0]", first), fraction("betas[1]", second)
 
 
 _WHOLE = 2**53  # a float represents every int up to here
@@ -198,6 +268,11 @@ class Hyperparameters:
         """Return the kernel's coefficients of a step."""
         raise NotImplementedError
 
+    def source(self) -> Source:
+        """Return what the kernel computes terms from; None: they are numbers."""
+        lr = cast("float | Rate", self.lr)
+        return (lr.value, lr.factor, 0.0, 0.0, 0.0) if isinstance(lr, Rate) else None
+
 
 @dataclass(frozen=True, slots=True)
 class SgdNumbers(Hyperparameters):
@@ -258,7 +333,7 @@ class SgdNumbers(Hyperparameters):
         if isinstance(self.lr, Rate):
             step = step.split()
         sign = -1.0 if self.maximize else 1.0
-        return sign, self.l2, self.momentum, self.gain, 0.0, 0.0, step
+        return sign, self.l2, self.momentum, self.gain, 0.0, 0.0, 0.0, step
 
 
 @dataclass(frozen=True)  # without slots, which `at` would copy one by one
@@ -269,7 +344,8 @@ class AdamNumbers(Hyperparameters):
     has_momentum: ClassVar[bool] = True  # faster than a property
     operation: ClassVar[str] = "adam_step"
 
-    # The arguments of `spectrain_ext.adam_step_`.
+    # The arguments of `spectrain_ext.adam_step_`. If learning rate or step is a CUDA tensor,
+    # a kernel reads it, and formulas have `Rate` and `Count` for both.
     lr: float
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -283,24 +359,35 @@ class AdamNumbers(Hyperparameters):
     correction: Corrected | None = None
 
     def __post_init__(self) -> None:
-        _make_non_negative(self, ("lr", "eps", "weight_decay"))
-        try:
-            first, second = self.betas
-        except (TypeError, ValueError) as error:
-            kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(f"betas: expected a pair of numbers, got {self.betas!r}") from None
-        betas = fraction("betas[0]", first), fraction("betas[1]", second)
-        object.__setattr__(self, "betas", betas)
-        object.__setattr__(self, "step", whole_step(self.step))
+        _make_non_negative(self, ("eps", "weight_decay"))
+        object.__setattr__(self, "lr", learning_rate(self.lr))
+        object.__setattr__(self, "betas", pair_of_betas(self.betas))
+        self._set_step(self.step)
         if self.momentum_decay is not None:
             decay = non_negative("momentum_decay", self.momentum_decay)
             object.__setattr__(self, "momentum_decay", decay)
             object.__setattr__(self, "mu_product", fraction("mu_product", self.mu_product))
 
-    def at(self, step: int, mu_product: float | None = None) -> AdamNumbers:
+    def _set_step(self, step: Any) -> None:
+        if not is_in_memory(step) and not isinstance(self.lr, Rate):
+            object.__setattr__(self, "step", whole_step(step))
+            return
+        if self.momentum_decay is not None:
+            raise ValueError(
+                "momentum_decay: NAdam needs learning rate and step count on the host, got a tensor"
+            )
+        if not isinstance(step, Count):
+            step = Count(step if is_in_memory(step) else float(whole_step(step)))
+        object.__setattr__(self, "step", step)
+        if not isinstance(self.lr, Rate):
+            object.__setattr__(self, "lr", Rate(self.lr))
+
+    def at(self, step: Any, mu_product: float | None = None) -> AdamNumbers:
         """Return the hyperparameters of another step, whose numbers are valid: none is checked."""
         made = _new(AdamNumbers)
         made.__dict__.update(self.__dict__, step=step)
+        if isinstance(step, Count) or isinstance(self.lr, Rate):
+            made._set_step(step)
         if mu_product is not None:
             made.__dict__["mu_product"] = mu_product
         return made
@@ -312,13 +399,17 @@ class AdamNumbers(Hyperparameters):
 
     def root(self, step: float) -> float:
         """Return the bias correction of the second moment's square root."""
-        return cast(float, (1.0 - self.betas[1] ** step) ** -0.5)
+        if isinstance(step, Count):
+            return cast(float, step)
+        return 1.0 / math.sqrt(1.0 - power(self.betas[1], step))
 
     def rate(self, ahead: int = 0) -> float:
         """Return the first moment's factor in the update `ahead` updates from now."""
-        step = self.step + ahead
+        step: Any = self.step + ahead
+        if isinstance(self.lr, Rate):
+            return cast(float, self.lr.corrected(step.ahead))
         if self.momentum_decay is None:
-            return self.lr / (1.0 - self.betas[0] ** step)
+            return self.lr / (1.0 - power(self.betas[0], step))
         product = self.mu_product
         for i in range(1, ahead + 1):
             product *= self.mu(self.step + i)
@@ -342,4 +433,46 @@ class AdamNumbers(Hyperparameters):
         step = self.term() if self.correction is None else self.correction.adam(self)
         l2 = 0.0 if self.decoupled_weight_decay else self.weight_decay
         sign = -1.0 if self.maximize else 1.0
-        return sign, l2, beta1, 1.0 - beta1, beta2, self.eps, step
+        count = 0.0  # of a kernel that reads it
+        if isinstance(self.lr, Rate):
+            step = step.split()
+        else:
+            count = float(self.step)
+        return sign, l2, beta1, 1.0 - beta1, beta2, self.eps, count, step
+
+    def source(self) -> Source:
+        lr, step = cast("float | Rate", self.lr), cast("int | Count", self.step)
+        if not isinstance(lr, Rate) or not isinstance(step, Count):
+            return None
+        return lr.value, lr.factor, step.value, *self.betas
+
+
+@dataclass(frozen=True, slots=True)
+class LionNumbers(Hyperparameters):
+    """Hyperparameters of Lion (Chen et al., arXiv 2302.06675)."""
+
+    rule: ClassVar[str] = "lion"
+
+    # The arguments of `spectrain_ext.lion_step_`.
+    lr: float  # or a CUDA tensor with one element, which kernels read
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0
+    maximize: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lr", learning_rate(self.lr))
+        _make_non_negative(self, ("weight_decay",))
+        object.__setattr__(self, "betas", pair_of_betas(self.betas))
+
+    @property
+    def keep(self) -> float:
+        """Factor that weight decay leaves of the weights."""
+        return 1.0 - self.lr * self.weight_decay
+
+    def setting(self) -> Setting:
+        beta1, beta2 = self.betas
+        step = Term(self.keep, 0.0, self.lr)
+        if isinstance(self.lr, Rate):
+            step = step.split()
+        sign = -1.0 if self.maximize else 1.0
+        return sign, 0.0, beta2, 1.0 - beta2, beta1, 0.0, 0.0, step

@@ -21,7 +21,7 @@ from .calls import (
 )
 from .functions import sgd_prediction
 from .laws import Horizon, as_law
-from .numbers import AdamNumbers, horizon
+from .numbers import AdamNumbers, LionNumbers, horizon
 from .steps import ROLES, ROWS, AdamSteps
 
 _SGD = ROWS["sgd_step_"]
@@ -42,8 +42,8 @@ class Plan:
     resized storage) raises RuntimeError and names the tensor. This is not checked for arrays of
     other frameworks and in replays of a captured CUDA graph.
 
-    Predictions take the hyperparameters of `sgd_step_` as keywords, or those of `adam_step_`, which
-    `step`, the number of the last update, tells apart.
+    Predictions take the hyperparameters of `sgd_step_` as keywords; those of `adam_step_`, which
+    `step`, the number of the last update, tells apart; or those of `lion_step_`, with `betas`.
 
     A call breaks a torch.compile graph; with `fullgraph=True` use the module-level operators.
     Threads that share a plan take turns; a call from within a call of the same thread raises
@@ -53,8 +53,8 @@ class Plan:
         params: the weights W: one tensor or a sequence of float16, bfloat16, float32 or float64,
             all on one device, each dense (any order of dimensions, no gaps, no overlap).
         momentum_buffers: v, one per parameter, of the same shape and strides, and of the same
-            dtype, or float32 if the parameter has 16 bits.
-        exp_avgs: Adam's first moments, like `momentum_buffers` (give one or the other).
+            dtype, float32 if the parameter has 16 bits, or bfloat16 if it is float32.
+        exp_avgs: first moments of Adam or Lion, like `momentum_buffers` (give one or the other).
         exp_avg_sqs: Adam's second moments, like `exp_avgs`, with the same dtypes.
         grads: gradients; entries may be None; bfloat16 or float16 is allowed for float32 (master)
             weights. If None, `refresh()` reads `params[i].grad`.
@@ -190,6 +190,22 @@ class Plan:
         made = self._adam_steps.arguments(step, others, self._horizons(predict))
         self._native.step(*made, False, options, stream)
 
+    def lion_step_(
+        self,
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        maximize: bool = False,
+        predict: Sequence[Horizon | None] = (),
+        stream: Any = None,
+        **options: Unpack[StepOptions],
+    ) -> None:
+        """Make a step and write predictions; see `spectrain_ext.lion_step_`, and `sgd_step_`."""
+        numbers = lr, betas, weight_decay, maximize
+        made = ROWS["lion_step_"].arguments(numbers, self._horizons(predict), False)
+        self._native.step(*made, False, options, stream)
+
     # Versions of the weights.
 
     def stash(self, *, stream: Any = None) -> None:
@@ -240,6 +256,8 @@ class Plan:
     def _prediction(self, steps: Horizon, numbers: dict[str, Any]) -> Prediction:
         if "step" in numbers:
             return prediction([AdamNumbers(**numbers)], [as_law(steps)])
+        if "betas" in numbers:
+            return prediction([LionNumbers(**numbers)], [as_law(steps)])
         return sgd_prediction(steps, **numbers)
 
     def _check_out(self, out: int) -> int:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, SupportsFloat, Unpack
 from .calls import Gradients, Lists, Role, Step, StepOptions, Tensors, Written, step_arguments
 from .laws import Horizon, Law, as_law
 from .library import Row, operator
-from .numbers import AdamNumbers, SgdNumbers, whole_step
+from .numbers import AdamNumbers, LionNumbers, SgdNumbers, is_in_memory, whole_step
 
 #: By the name of an argument, of a plan or a step.
 ROLES = {
@@ -96,14 +96,19 @@ class AdamSteps:
         checked = self._checked  # read once: threads may share the plan
         # The very same floats have been checked. Comparing takes 0.3 us, checking again 3 us.
         if checked is None or not _same(given, checked.given):
-            if not _same(given, self._given) or not _are_plain(others, predict):
+            if (
+                is_in_memory(step)
+                or not _same(given, self._given)
+                or not _are_plain(others, predict)
+            ):
                 self._given = given
                 numbers = (*others[:4], step, *others[4:])
                 return ROWS["adam_step_"].arguments(numbers, predict, False)
             checked = self._checked = _checked_step(given, others, predict)
         now = checked.first.at(whole_step(step))
         predictions = [(j, [law.adam(now)]) for j, law in checked.laws]
-        return now.operation, [(*checked.constant, now.term())], predictions, None
+        setting = (*checked.constant, float(now.step), now.term())
+        return now.operation, [setting], predictions, None
 
 
 def _checked_step(
@@ -111,7 +116,7 @@ def _checked_step(
 ) -> _CheckedStep:
     first = ROWS["adam_step_"].rule(*others[:4], 1, *others[4:])
     laws = [(j, law[0]) for j, law in enumerate(_laws(predict)) if law is not None]
-    return _CheckedStep(given, first, first.setting()[:-1], laws)
+    return _CheckedStep(given, first, first.setting()[:-2], laws)
 
 
 def _same(given: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
@@ -262,10 +267,16 @@ def adam_step_(
         params: W.
         grads: g; bfloat16 or float16 for float32 (master) weights is allowed. A tensor whose entry
             is None is not updated, and its outs receive W.
-        exp_avgs: m; like W, or float32 for 16-bit weights.
-        exp_avg_sqs: u, of the dtype of m.
+        exp_avgs: m; like W, float32 for 16-bit weights, or bfloat16 for float32 weights.
+        exp_avg_sqs: u, of the dtype of m. In bfloat16 it is rounded stochastically where beta2 is
+            above 1 - 2^-8: rounded to nearest, it would not move. The random bits depend only on
+            `step` and the element's position in the concatenated tensors of the call. All else is
+            rounded to nearest.
         lr: learning rate, >= 0.
-        step: number of this update, counted from 1.
+        step: number of this update, counted from 1. If `lr` or `step` is a CUDA tensor of one
+            element, the kernel reads it when it runs, and what bias correction makes of it has the
+            same bits; not for NAdam. Add 1 to such a count before each step, on its stream, and in
+            a step that `found_inf` may skip 1 - found_inf.
         betas: (beta1, beta2), each in [0, 1).
         eps: >= 0.
         weight_decay: L2 penalty, or AdamW's decay with `decoupled_weight_decay`.
@@ -291,5 +302,63 @@ def adam_step_(
     _step("adam_step_", locals())
 
 
+@operator
+def lion_step_(
+    params: Written,
+    grads: Gradients,
+    exp_avgs: Written,
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.99),
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+    predict: Sequence[tuple[Horizon, Tensors]] = (),
+    stream: Any = None,
+    **options: Unpack[StepOptions],
+) -> None:
+    """Make one step of Lion and write predictions, in one pass over memory.
+
+    Chen et al., arXiv 2302.06675, with fused multiply-adds::
+
+        d = g (or -g with maximize)
+        W = (1 - lr*weight_decay)*W - lr*sign(beta1*m + (1 - beta1)*d)
+        m = beta2*m + (1 - beta2)*d
+        out_j = W - lr*steps_j*sign(m)            for every (steps_j, out_j) in predict
+
+    The direction of the next update needs the next gradient; the prediction takes the sign of m.
+    The sign of 0 is 0, of NaN NaN.
+
+    Args:
+        params: W.
+        grads: g; bfloat16 or float16 for float32 (master) weights is allowed. A tensor whose entry
+            is None is not updated, and its outs receive W.
+        exp_avgs: m; like W, float32 for 16-bit weights, or bfloat16 for float32 weights.
+        lr: learning rate, >= 0; a CUDA tensor of one element is read when the kernel runs.
+        betas: (beta1, beta2), each in [0, 1).
+        weight_decay: decoupled decay, >= 0.
+        maximize: maximize the objective instead of minimizing it.
+        predict: pairs of a horizon (in updates, or a law of `spectrain_ext.laws`) and outputs like
+            the parameters; bfloat16 or float16 is allowed for float32 parameters. Predictions use
+            the stored values.
+        grad_scale, found_inf, clip_factor, zero_grad, rounding_seed: as in `sgd_step_`.
+        stream: CUDA stream; None: the current one.
+
+    Example:
+        >>> weights, gradients, m = torch.ones(2), torch.ones(2), torch.zeros(2)
+        >>> ahead = torch.empty(2)
+        >>> st.lion_step_(weights, gradients, m, lr=0.25, predict=[(2, ahead)])
+        >>> weights, ahead
+        (tensor([0.7500, 0.7500]), tensor([0.2500, 0.2500]))
+    """
+    _step("lion_step_", locals())
+
+
 #: By name.
-ROWS = {row.name: row for row in (StepRow(SgdNumbers, sgd_step_), StepRow(AdamNumbers, adam_step_))}
+ROWS = {
+    row.name: row
+    for row in (
+        StepRow(SgdNumbers, sgd_step_),
+        StepRow(AdamNumbers, adam_step_),
+        StepRow(LionNumbers, lion_step_),
+    )
+}

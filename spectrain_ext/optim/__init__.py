@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from spectrain_ext.later import attributes
 
 from .base import PredictingOptimizer
-from .optimizers import SGD, Adam, AdamW, NAdam
+from .optimizers import SGD, Adam, AdamW, Lion, NAdam
 
 if TYPE_CHECKING:
     from .matrices import SOAP, Muon, hidden_matrices
@@ -15,6 +15,7 @@ __all__ = [
     "SOAP",
     "Adam",
     "AdamW",
+    "Lion",
     "Muon",
     "NAdam",
     "PredictingOptimizer",

@@ -69,20 +69,30 @@ class PredictingOptimizer(torch.optim.Optimizer):
 
     stepper: Stepper
     _rule: Rule
-    _momentum_dtype: torch.dtype | None
+    _state_dtype: torch.dtype | None
     _loading: dict[str, Any] | None = None
 
-    def __init__(self, *args: Any, momentum_dtype: torch.dtype | None = None, **more: Any) -> None:
-        """Take the arguments of torch's class, and `momentum_dtype`."""
-        self._prepare(momentum_dtype)
+    def __init__(self, *args: Any, state_dtype: torch.dtype | None = None, **more: Any) -> None:
+        """Take the arguments of torch's class, and `state_dtype`."""
+        self._prepare(state_dtype)
         super().__init__(*args, **more)
-        self._step_supports_amp_scaling = False  # GradScaler unscales and skips, also with fused
 
-    def _prepare(self, momentum_dtype: torch.dtype | None) -> None:
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether ``GradScaler`` leaves it to the step to unscale and to skip."""
+        # Otherwise, also with fused, it does both, and waits for the device.
+        flags = [group.get("capturable", False) for group in self.param_groups]
+        return bool(self._rule.scalars) and all(flags)
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, _: bool) -> None:  # by torch's constructors
+        pass
+
+    def _prepare(self, state_dtype: torch.dtype | None) -> None:
         """Prepare for the parameter groups that torch's constructor will add."""
-        self._momentum_dtype = momentum_dtype
+        self._state_dtype = state_dtype
         self._lock = RLock()
-        self.stepper = Stepper(self, self._rule, momentum_dtype, self._lock)
+        self.stepper = Stepper(self, self._rule, state_dtype, self._lock)
 
     profile_hook_step = staticmethod(hooked)
 
@@ -121,7 +131,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
             kept["state"] = type(self.state)(
                 dict, ((p, self._saved_entry(entry)) for p, entry in self.state.items())
             )
-        kept["_momentum_dtype"] = self._momentum_dtype
+        kept["_state_dtype"] = self._state_dtype
         return kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -129,10 +139,10 @@ class PredictingOptimizer(torch.optim.Optimizer):
         if self._loading is not None:  # before the incomplete state is visible
             from .saved import put_saved
 
-            put_saved(self._rule, self._momentum_dtype, self.defaults, self._loading, state)
+            put_saved(self._rule, self._state_dtype, self.defaults, self._loading, state)
         super().__setstate__(state)
         if "stepper" not in self.__dict__:
-            self._prepare(self._momentum_dtype)
+            self._prepare(self._state_dtype)
         elif self._loading is not None:
             self.stepper.read_state()
 
@@ -156,7 +166,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state_dict of this class or of torch's class of the same name.
 
-        Buffers get ``momentum_dtype`` if it was given. Otherwise float32 buffers of a 16-bit
+        Buffers get ``state_dtype`` if it was given. Otherwise float32 buffers of a 16-bit
         parameter stay float32, and all others get the parameter's dtype, or in a bound optimizer
         that of the bound buffers. ValueError or TypeError if the state does not fit; nothing
         changes then. RuntimeError while the weights are predicted.
@@ -190,10 +200,14 @@ class PredictingOptimizer(torch.optim.Optimizer):
         stepper = self.stepper
         if (
             self._rule.scalars
+            and not self._step_supports_amp_scaling
             and torch.cuda.is_initialized()
             and torch.cuda.is_current_stream_capturing()
         ):
-            raise RuntimeError("step: a captured CUDA graph would repeat this step's count forever")
+            raise RuntimeError(
+                "step: a captured CUDA graph would repeat this step's count forever; with "
+                "capturable=True it is counted in memory"
+            )
         loss = None
         if closure is not None:
             stepper.refuse_while_predicted("step")

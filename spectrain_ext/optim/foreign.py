@@ -48,8 +48,8 @@ class Foreign(Ordered):
 
     # Binding.
 
-    def momentum_dtype(self, param: Tensor) -> torch.dtype:
-        return param.dtype
+    def state_dtype(self, param: Tensor, weight: torch.dtype) -> torch.dtype:
+        return weight
 
     def bind(
         self, master: Views | None, buffers: Mapping[str, Views], correction: object = None

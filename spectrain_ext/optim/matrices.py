@@ -57,7 +57,9 @@ _MUON = Rule(
     scalars={"step": 0.0},
     refused={},
     kind="use_muon",
-    rest=ADAM,
+    rest=replace(
+        ADAM, refused={**ADAM.refused, "capturable": "the matrices' step counts live on the host"}
+    ),
 )
 _SOAP = replace(
     _MUON,
@@ -164,7 +166,7 @@ class Muon(_OfMatrices, torch.optim.Muon):
             ones that no stage has.
         adamw: options of ``AdamW`` for the rest. Its ``lr`` defaults to Muon's with
             ``adjust_lr_fn="match_rms_adamw"``, which makes updates as large as AdamW's, else 1e-3.
-        momentum_dtype: dtype of all state, as in ``SGD``.
+        state_dtype: dtype of all state, as in ``SGD``.
 
     Raises:
         ValueError: a number out of range, a parameter in ``hidden`` or with ``use_muon`` that is
@@ -200,9 +202,9 @@ class Muon(_OfMatrices, torch.optim.Muon):
         *,
         hidden: Collection[Tensor] | None = None,
         adamw: Mapping[str, Any] = {},
-        momentum_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
-        self._prepare(momentum_dtype)
+        self._prepare(state_dtype)
         if adjust_lr_fn == "match_rms_adamw":
             adamw = {"lr": lr, **adamw}
         defaults = {
@@ -245,7 +247,7 @@ class SOAP(_OfMatrices):
         hidden: the matrices to rotate, as in ``Muon``; None: all parameters with two dimensions,
             which was better with stale gradients than ``hidden_matrices(model)``.
         adamw: options of ``AdamW`` for the rest; ``lr`` and ``betas`` default to the same values.
-        momentum_dtype: dtype of first moment and update, as in ``SGD``; other state is float32, or
+        state_dtype: dtype of first moment and update, as in ``SGD``; other state is float32, or
             float64 for a float64 parameter.
 
     Raises:
@@ -280,9 +282,9 @@ class SOAP(_OfMatrices):
         *,
         hidden: Collection[Tensor] | None = None,
         adamw: Mapping[str, Any] = {},
-        momentum_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
-        self._prepare(momentum_dtype)
+        self._prepare(state_dtype)
         defaults = {
             **{"lr": lr, "betas": betas, "shampoo_beta": shampoo_beta, "eps": eps},
             **{"weight_decay": weight_decay, "max_dimension": max_dimension},

@@ -89,7 +89,9 @@ class ParameterTable:
         buffers: by position, None if the parameter was never updated.
         counts: the scalar state of all parameters, one row per kind: ``state[p]`` has views of its
             elements, so that one operation counts a step. None: the rule has none.
-        values: the counts' last known values.
+        in_memory: whether kernels read counts, which are on the parameters' device; the host knows
+            only that parameters with equal counts take the same steps (``capturable=True``).
+        values: the counts' last known values; in memory, those that were read.
         seen_state: what the state looked like, for ``_C.same``.
     """
 
@@ -100,8 +102,8 @@ class ParameterTable:
         home: Home | None,
         groups: Sequence[Group],
         state: State,
-        previous: ParameterTable
-        | None,  # its counts are used again: torch's state dict has views of them
+        # Its counts are used again: torch's state dict has views of them.
+        previous: ParameterTable | None,
     ) -> None:
         every = ruled(rule, groups)
         self.names = [name for name, _, _ in every]
@@ -119,7 +121,9 @@ class ParameterTable:
             for p, entry in zip(self.params, entries, strict=True)
         ]
         self.counts: Tensor | None = None
+        self.in_memory = bool(rule.scalars) and _capturable(groups)
         self._rows: tuple[Tensor, ...] = ()  # of the counts
+        self._seen_counts = 0  # their version counter
         self.values: list[list[float]] = []
         initial = tuple(rule.scalars.values())
         if rule.scalars:
@@ -138,9 +142,16 @@ class ParameterTable:
 
     def holds(self, groups: Sequence[Group], state: State) -> bool:
         """Whether groups and state are those that were read."""
-        return _C.same((groups, state), (self._seen_params, self.seen_state)) and (
-            self.counts is None or self.counts.tolist() == self.values
-        )
+        seen = self._seen_params, self.seen_state
+        return _C.same((groups, state), seen) and self.counts_hold()
+
+    def counts_hold(self) -> bool:
+        """Whether nobody else has written counts."""
+        if self.counts is None:
+            return True
+        if self.in_memory:
+            return self.counts._version == self._seen_counts
+        return bool(self.counts.tolist() == self.values)
 
     def scalars(self, position: int) -> Scalars:
         return tuple([values[position] for values in self.values])
@@ -177,6 +188,21 @@ class ParameterTable:
                 for position in positions:
                     values[position] = value
 
+    def count_in_memory(self, positions: Sequence[int], found_inf: Tensor | None) -> None:
+        """Count a step of parameters, given in ascending order, unless it finds an infinity."""
+        if not positions:
+            return
+        assert self.counts is not None
+        (row,) = self._rows
+        by = 1.0 if found_inf is None else 1.0 - found_inf.to(row.dtype).ne(0.0).reshape(())
+        first, last = positions[0], positions[-1] + 1
+        if last - first == len(positions):
+            row[first:last].add_(by)
+        else:
+            for position in positions:
+                row[position].add_(by)
+        self._seen_counts = self.counts._version
+
     def _settled(self, p: Tensor, buffers: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the buffers in their final place, with a layout and dtype that kernels support."""
         if self._home is not None:
@@ -185,19 +211,47 @@ class ParameterTable:
                 if view is not buffer:
                     view.copy_(buffer)
             return views
-        dtype = loaded_dtype(p.dtype, buffers[0].dtype, None)
-        if all(fits(p, buffer) and buffer.dtype == dtype for buffer in buffers):
+        if all(fits(p, buffer) and buffer.dtype == buffers[0].dtype for buffer in buffers):
             return buffers
         dtype = loaded_dtype(p.dtype, buffers[0].dtype, self._state_dtype)
         return tuple(converted(p, buffer, dtype) for buffer in buffers)
 
     def _take_counts(self, saved: Sequence[Scalars], counts: Tensor | None) -> None:
-        shape = len(self._rule.scalars), len(saved)
-        if counts is None or counts.shape != shape:
-            counts = torch.empty(shape, dtype=scalar_dtype(), device="cpu")
+        shape, device = (len(self._rule.scalars), len(saved)), torch.device("cpu")
+        if self.in_memory:
+            device = _device_of_all(self.params)
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "step: parameters, state or gradients are not those of the last step; before "
+                    "the capture make two steps like the one to be captured"
+                )
+        if counts is None or counts.shape != shape or counts.device != device:
+            counts = torch.empty(shape, dtype=scalar_dtype(), device=device)
         values = torch.tensor(saved, dtype=torch.float64, device="cpu")
         counts.copy_(values.reshape(shape[::-1]).T)
         self.counts, self._rows, self.values = counts, counts.unbind(), counts.tolist()
+        self._seen_counts = counts._version
+
+
+def _capturable(groups: Sequence[Group]) -> bool:
+    """Return whether steps are counted in memory; ValueError unless in all groups or in none."""
+    flags = [bool(group.get("capturable", False)) for group in groups if group["params"]]
+    if any(flags) and not all(flags):
+        raise ValueError(
+            f"parameter group {flags.index(False)}: expected capturable=True, as in group "
+            f"{flags.index(True)}: steps are counted in memory in all groups, or in none"
+        )
+    return any(flags)
+
+
+def _device_of_all(params: Sequence[Tensor]) -> torch.device:
+    devices = dict.fromkeys(p.device for p in params)
+    if len(devices) > 1:
+        raise ValueError(
+            "capturable: expected all parameters on one device, which has their step counts, got "
+            f"{', '.join(map(str, devices))}"
+        )
+    return next(iter(devices))
 
 
 def _view(argument: str, name: str, p: Tensor, views: Views) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, compress
 from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,11 +16,12 @@ from spectrain_ext.operators.calls import (
     Lists,
     Prediction,
     Role,
+    StepOptions,
     prediction,
     step_arguments,
 )
 from spectrain_ext.operators.laws import Law, Linear, SecondOrder, after_first_step, terms_of
-from spectrain_ext.operators.numbers import SgdNumbers
+from spectrain_ext.operators.numbers import Count, SgdNumbers
 
 from .parameter_table import Home, ParameterTable, Views
 from .state import Scalars, State, empty_like
@@ -101,7 +102,7 @@ class Rows:
         # Most steps of a training loop make the same native call, and preparing it took a third of
         # a small step of SGD. It serves again for the same list of numbers and an equal law; not if
         # step counts or a law's own numbers may have changed.
-        self._step: Callable[[], None] | None = None
+        self._step: Callable[..., None] | None = None
         self._step_of: tuple[Any, Law | None] | None = None
         self._after: list[Scalars] = []  # the scalar state of every cohort after the step
         self._prediction: Callable[[], None] | None = None
@@ -155,7 +156,9 @@ class Rows:
     ) -> None:
         """Prepare the update of rows that have a gradient; raises all errors of a step."""
         of = self._step_of
-        if of is not None and of[0] is groups and of[1] == law:
+        # A kernel reads the count of a row with a gradient, of which others may be the first now.
+        reads_any = self._all_active or not self._table.in_memory
+        if of is not None and of[0] is groups and of[1] == law and reads_any:
             return
         rule, started = self.rule, self._buffers is not None
         before = [self._scalars(cohort) for cohort in self._cohorts]
@@ -163,7 +166,7 @@ class Rows:
         self._after = []
         for cohort, scalars in zip(self._cohorts, before, strict=True):
             self._after.append(rule.after(groups[cohort.group], scalars))
-            numbers.append(rule.at(groups[cohort.group], self._after[-1]))
+            numbers.append(self._numbers_at(groups, cohort, self._after[-1], stepped=True))
         # torch's first buffer is the undampened gradient; smoothed gradients start at 0.
         starts = [
             started and not cohort.started and isinstance(n, SgdNumbers) and not n.smoothed
@@ -180,15 +183,22 @@ class Rows:
         same = all(starts) or not any(starts)
         first = starts[0] if same else [starts[n] for n in self._assignment]
         arguments = step_arguments(numbers, predict)
-        self._step = partial(self._native.step, *arguments, first, {}, None)
-        self._step_of = (groups, law) if not rule.scalars and _lasts(law) else None
+        self._step = partial(self._native.step, *arguments, first)
+        self._step_of = (groups, law) if self._lasts(law) and reads_any else None
 
-    def step(self, groups: Sequence[Any], law: Law | None, state: State) -> bool:
+    def step(
+        self, groups: Sequence[Any], law: Law | None, state: State, options: StepOptions
+    ) -> bool:
         """Make the prepared step; return whether rows have changed their cohorts."""
         assert self._step is not None
         if self._is_of_matrices:
             self._pass_changes(groups, state)
-        self._step()
+        if self._table.in_memory:
+            some = self._positions
+            if not self._all_active:
+                some = list(compress(some, self._active))
+            self._table.count_in_memory(some, cast(Any, options.get("found_inf")))
+        self._step(options, None)
         if law is not None and (not self._all_active or self._buffers is None):
             self._write_idle(groups, law)
         self._native.forget_gradients()  # so that ``zero_grad`` frees their memory
@@ -209,6 +219,24 @@ class Rows:
                 changes[row] = update.sub_(last)
         self._native.set_gradients(tuple(changes))
 
+    def _numbers_at(
+        self, groups: Sequence[Any], cohort: _Cohort, scalars: Scalars, *, stepped: bool = False
+    ) -> Any:
+        """Return a cohort's hyperparameters at these counts, or at those that kernels read."""
+        numbers = groups[cohort.group]
+        if not self._table.in_memory:
+            return self.rule.at(numbers, scalars)
+        assert self._table.counts is not None
+        row = cohort.rows[0]
+        if stepped and not self._all_active:
+            row = next((row for row in cohort.rows if self._active[row]), row)
+        at = self._positions[row]
+        return numbers.at(Count(self._table.counts[0, at : at + 1]))
+
+    def _lasts(self, law: Law | None) -> bool:
+        """Whether equal numbers and laws give equal arguments of a call."""
+        return (not self.rule.scalars or self._table.in_memory) and _lasts(law)
+
     def _scalars(self, cohort: _Cohort) -> Scalars:
         return self._table.scalars(self._positions[cohort.rows[0]])
 
@@ -226,10 +254,12 @@ class Rows:
     def _count_step(self, state: State) -> bool:
         """Store the scalar state of updated rows; create state at their first update."""
         counts, changed = bool(self.rule.scalars), False
+        in_memory = self._table.in_memory
         for cohort, scalars in zip(self._cohorts, self._after, strict=True):
             active = [row for row in cohort.rows if self._all_active or self._active[row]]
             if counts:
-                self._table.count([self._positions[row] for row in active], scalars)
+                if not in_memory:
+                    self._table.count([self._positions[row] for row in active], scalars)
                 changed = changed or 0 < len(active) < len(cohort.rows)
             if self._buffers is not None and not cohort.started:
                 changed = changed or bool(active)
@@ -246,8 +276,7 @@ class Rows:
             if self._buffers is not None and _predicts(law, groups):
                 arguments = self._prediction_now(groups, law)
                 self._prediction = partial(self._native.predict, *arguments, 0, None)
-            lasts = not self.rule.scalars and _lasts(law)
-            self._prediction_of = (groups, law) if lasts else None
+            self._prediction_of = (groups, law) if self._lasts(law) else None
         assert self._prediction is not None
         self._prediction()
 
@@ -264,9 +293,9 @@ class Rows:
         laws: list[Law] = []
         for cohort in self._cohorts:
             scalars = self._scalars(cohort)
-            rests = not cohort.started or rule.rests(scalars)
+            rests = not cohort.started or (not self._table.in_memory and rule.rests(scalars))
             of_group = groups[cohort.group]
-            numbers.append(of_group if rests else rule.at(of_group, scalars))
+            numbers.append(of_group if rests else self._numbers_at(groups, cohort, scalars))
             laws.append(_STILL if rests else law)
         return prediction(numbers, laws)
 

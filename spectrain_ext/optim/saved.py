@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .state import Rule, converted, loaded_dtype, read_entry, ruled
+from .state import Rule, converted, loaded_dtype, read_entry, ruled, warn_of_conversion
 
 
 def without_state(rule: Rule, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,6 +52,7 @@ def put_saved(
             continue
         buffers, scalars = read
         dtype = loaded_dtype(p.dtype, buffers[0].dtype, state_dtype)
+        warn_of_conversion(buffers[0].dtype, dtype)
         state.update(zip(rule.buffers, (converted(p, b, dtype) for b in buffers), strict=True))
         for name, number in zip(rule.scalars, scalars, strict=True):
             state[name] = torch.tensor(number, dtype=torch.float64, device="cpu")

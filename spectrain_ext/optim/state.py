@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,14 +11,16 @@ import torch
 from torch import Tensor
 
 from spectrain_ext.operators.calls import Role
-from spectrain_ext.operators.numbers import AdamNumbers, SgdNumbers
+from spectrain_ext.operators.numbers import AdamNumbers, LionNumbers, SgdNumbers
 
-Numbers = SgdNumbers | AdamNumbers
+Numbers = SgdNumbers | AdamNumbers | LionNumbers
 Scalars = tuple[float, ...]
 Group = Mapping[str, Any]
 State = MutableMapping[Tensor, dict[str, Any]]
 
 WEIGHT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+#: State that has another dtype than its weights: under 16 bits, and under float32.
+STATE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +83,7 @@ class Rule:
 
     def at(self, numbers: Numbers, scalars: Scalars) -> Numbers:
         """Return the hyperparameters of the step that led to these scalars."""
-        if isinstance(numbers, SgdNumbers):
+        if not isinstance(numbers, AdamNumbers):
             return numbers
         return numbers.at(int(scalars[0]), *scalars[1:])
 
@@ -122,23 +125,38 @@ def check_dtypes(where: str, weight: torch.dtype, state: torch.dtype | None) -> 
     if weight not in WEIGHT_DTYPES:
         raise TypeError(f"{where} must be float32, float64, float16 or bfloat16, got {weight}")
     if state is not None and not allowed(weight, state):
+        known = [dtype for dtype in STATE_DTYPES if dtype != weight and allowed(weight, dtype)]
         raise TypeError(
-            f"{where} is {weight}: its momentum can be {weight}"
-            f"{' or torch.float32' if weight.itemsize == 2 else ''}, got {state}"
+            f"{where} is {weight}: its state can be {' or '.join(map(str, [weight, *known]))}, "
+            f"got {state}"
         )
 
 
 def allowed(weight: torch.dtype, state: torch.dtype) -> bool:
-    return state == weight or (state == torch.float32 and weight.itemsize == 2)
+    """Return whether there are kernels for weights with such state."""
+    if state == weight:
+        return True
+    pairs = weight.itemsize == 2, weight == torch.float32
+    return any(p and state == s for p, s in zip(pairs, STATE_DTYPES, strict=True))
 
 
 def loaded_dtype(
     weight: torch.dtype, saved: torch.dtype, wanted: torch.dtype | None
 ) -> torch.dtype:
-    """Return the dtype of a loaded buffer: the wanted one, else the saved one if allowed."""
+    """Return the dtype of a loaded buffer: the wanted one, else one that loses nothing."""
     if wanted is not None and allowed(weight, wanted):
         return wanted
-    return saved if allowed(weight, saved) else weight
+    return saved if weight.itemsize == 2 and allowed(weight, saved) else weight
+
+
+def warn_of_conversion(saved: torch.dtype, now: torch.dtype, stacklevel: int = 2) -> None:
+    """Warn that loaded state gets another precision, once per process and pair of dtypes."""
+    if saved != now and torch.bfloat16 in (saved, now) and torch.float32 in (saved, now):
+        warnings.warn(
+            f"the saved moments are {saved}, those of this optimizer {now}: they are converted; "
+            f"state_dtype={saved} keeps them as they were saved",
+            stacklevel=stacklevel + 1,
+        )
 
 
 def empty_like(weight: Tensor, dtype: torch.dtype) -> Tensor:

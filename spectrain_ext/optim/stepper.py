@@ -18,14 +18,23 @@ from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from spectrain_ext import _C
-from spectrain_ext.operators.calls import bump_versions
+from spectrain_ext.operators.calls import StepOptions, bump_versions
 from spectrain_ext.operators.laws import Law, Linear, terms_of
-from spectrain_ext.operators.numbers import Term
+from spectrain_ext.operators.numbers import ROUNDED_DECAY, Term
 
 from .guards import Ordered, SaveGuard, exclusive
 from .parameter_table import Home, ParameterTable, Views
 from .rows import Rows
-from .state import Group, Rule, check_dtypes, independent, loaded_dtype, read_entry, ruled
+from .state import (
+    Group,
+    Rule,
+    allowed,
+    check_dtypes,
+    independent,
+    loaded_dtype,
+    read_entry,
+    ruled,
+)
 
 if TYPE_CHECKING:
     from spectrain_ext.operators.numbers import Corrected
@@ -90,6 +99,7 @@ class Stepper(Ordered):
         self._numbers_of: tuple[Any, ...] | None = None  # the groups when numbers were read
         self._numbers: list[Any] = []  # hyperparameters by group
         self._kinds: list[bool] = []  # whether each group has momentum
+        self._counted: list[bool] = []  # whether its steps are counted in memory
         self._factor = 1.0  # on the groups' learning rates
         self._good: list[tuple[Law, bool]] = []  # laws that fit, and whether with a gradient
         # Last: an exception in between leaves what the next call resolves again.
@@ -100,7 +110,14 @@ class Stepper(Ordered):
     def check_group(self, index: int) -> None:
         """Refuse what a group has: numbers out of range, a dtype, a parameter twice."""
         group = self._optimizer().param_groups[index]
-        self.rule.read(index, group)
+        numbers = self.rule.read(index, group)
+        decay = 0.0 if self.rule.of(group).is_for_matrices else numbers.setting()[2]
+        if self._state_dtype == torch.bfloat16 and decay > ROUNDED_DECAY:
+            raise ValueError(
+                f"parameter group {index}: with state_dtype=torch.bfloat16 expected a first moment "
+                f"or momentum that decays by at most {ROUNDED_DECAY}, got {decay}: rounded to "
+                "nearest, it would not follow the gradients"
+            )
         seen: dict[Tensor, int] = {}
         for i, p in enumerate(group["params"]):
             name = f"parameter {i} of group {index}"
@@ -118,8 +135,9 @@ class Stepper(Ordered):
         self._numbers = self._numbers_under(factor, self._correction)
         self._good = []
         kinds = [numbers.has_momentum for numbers in self._numbers]
-        if kinds != self._kinds:
-            self._kinds, self._table = kinds, None
+        counted = [bool(group.get("capturable")) for group in groups]
+        if kinds != self._kinds or counted != self._counted:
+            self._kinds, self._counted, self._table = kinds, counted, None
         if all(map(_stays, groups)):  # no mutable values, such as a learning rate in a tensor
             self._numbers_of = tuple(tuple(map(_noted, group.values())) for group in groups)
 
@@ -177,7 +195,7 @@ class Stepper(Ordered):
             and known is not None
             and factor == self._factor
             and _C.same((groups, state), self._seen)
-            and (table.counts is None or table.counts.tolist() == table.values)
+            and table.counts_hold()
             and all([rows.in_place() for rows in known.rows])
             and (stash or not known.idle or all(p.grad is None for p in known.idle))
         ):
@@ -287,8 +305,9 @@ class Stepper(Ordered):
                 rows.prepare_step(numbers, law)
 
             # From here on nothing can be refused.
+            options = _scaling(optimizer)
             for rows in launches:
-                if rows.step(numbers, law, optimizer.state):
+                if rows.step(numbers, law, optimizer.state, options):
                     self._table = None
                 if self._home is None:
                     bump_versions(rows.updated())
@@ -446,11 +465,15 @@ class Stepper(Ordered):
         """Keys of state with the parameter's shape, for which ``bind`` needs buffers."""
         return self.rule.buffers
 
-    def momentum_dtype(self, param: Tensor) -> torch.dtype:
-        """Return the dtype of a parameter's buffers (momentum, moments), present or future."""
-        entry, keys = self._optimizer().state.get(param, {}), self.rule.all_keys
-        saved = next((entry[key].dtype for key in keys if entry.get(key) is not None), param.dtype)
-        return loaded_dtype(param.dtype, saved, self._state_dtype)
+    def state_dtype(self, param: Tensor, weight: torch.dtype) -> torch.dtype:
+        """Return the dtype of a parameter's buffers (moments) beside weights of that dtype."""
+        saved = weight
+        if weight == param.dtype:
+            entry, keys = self._optimizer().state.get(param, {}), self.rule.all_keys
+            saved = next((entry[key].dtype for key in keys if entry.get(key) is not None), weight)
+            if saved != weight and allowed(weight, saved) and self._state_dtype is None:
+                return saved
+        return loaded_dtype(weight, saved, self._state_dtype)
 
     def loose_state(self) -> list[Tensor]:
         """Return state on a GPU with other shapes than the parameter's, which ``bind`` leaves."""
@@ -471,10 +494,21 @@ def has_step_hooks(optimizer: Any) -> bool:
     )
 
 
+def _scaling(optimizer: Any) -> StepOptions:
+    """Return what ``GradScaler`` sets for a step that scales and skips by itself."""
+    options: StepOptions = {}
+    if optimizer._step_supports_amp_scaling:
+        for name in ("grad_scale", "found_inf"):
+            value = getattr(optimizer, name, None)
+            if value is not None:
+                options[name] = value
+    return options
+
+
 def _corrected(index: int, numbers: Any, correction: Corrected) -> Any:
     name = f"parameter group {index}"
     if not hasattr(numbers, "correction"):
-        raise ValueError(f"{name}: {correction} is not defined for updates of matrices")
+        raise ValueError(f"{name}: {correction} is not defined for this optimizer")
     corrected = replace(numbers, correction=correction)
     try:
         step = corrected.setting()[-1]

@@ -151,7 +151,10 @@ class Storage:
         for _ in range(versions):
             self.new_buffer()
         self.home = self.bound = self.true = self.pool[0]
-        of_state = updater.momentum_dtype if master_dtype is None else wide
+
+        def of_state(p: Tensor) -> torch.dtype:
+            return updater.state_dtype(p, wide(p))
+
         self._state_flats = {key: Flat(params, of_state) for key in updater.buffer_keys}
         self._state = {key: flat.views for key, flat in self._state_flats.items()}
         # Whether parameters can be pointed at the true weights.

@@ -55,7 +55,7 @@ class Wide(torch.optim.Optimizer):
 
 def sgd(params: Any) -> st.optim.SGD:
     dtype = torch.float32  # of narrower parameters too
-    return st.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-3, momentum_dtype=dtype)
+    return st.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-3, state_dtype=dtype)
 
 
 OWN = {"sgd": sgd, "nadam": cases.nadam, "soap": lambda p: st.optim.SOAP(p, lr=0.01)}

@@ -54,6 +54,7 @@ class Op:
 _AHEAD = {"lr": 0.1, "steps": 2.0}
 _SGD = "params! grads momentum_buffers! predict0! predict1!"
 _ADAM = "params! grads exp_avgs! exp_avg_sqs! predict0! predict1!"
+_LION = "params! grads exp_avgs! predict0! predict1!"
 OPS = [
     Op("predict_", st.predict_, "params! momentum_buffers", _AHEAD),
     Op("predict", st.predict, "params momentum_buffers out!", _AHEAD),
@@ -64,12 +65,15 @@ OPS = [
     Op("sgd_step_", st.sgd_step_, _SGD, {"lr": 0.1, "momentum": 0.9}),
     Op("adam_step_", st.adam_step_, _ADAM, {"lr": 0.1, "step": 3}),
     Op("adam_predict", st.adam_predict, "params exp_avgs exp_avg_sqs out!", {**_AHEAD, "step": 3}),
+    Op("lion_step_", st.lion_step_, _LION, {"lr": 0.1}),
+    Op("lion_predict", st.lion_predict, "params exp_avgs out!", _AHEAD),
     Op("extrapolate", st.extrapolate, "params previous out!", {"steps": 2.0}),
 ]
 #: Constructors: a plan takes its lists once, and rejects what an operator rejects.
 PLANS = [
     Op("Plan", st.Plan, f"{_SGD} stashed!"),
     Op("Plan of Adam", st.Plan, f"{_ADAM} stashed!"),
+    Op("Plan of Lion", st.Plan, f"{_LION} stashed!"),
 ]
 BY_NAME = {op.name: op for op in [*OPS, *PLANS]}
 

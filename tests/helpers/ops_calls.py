@@ -17,13 +17,13 @@ from helpers import ops_options as names
 from helpers import ops_reference as ref
 from helpers.covering import Axes
 from helpers.covering import Row as Options
-from helpers.ops_options import ADAM_RULES, IN_MEMORY, PLANS
+from helpers.ops_options import IN_MEMORY, PLANS
 from helpers.ops_tensors import Effects, World
 
 import spectrain_ext as st
 from spectrain_ext import laws
 from spectrain_ext.operators import calls
-from spectrain_ext.operators.numbers import Rate
+from spectrain_ext.operators.numbers import Count, Rate
 
 
 def in_memory(value: float, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Any:
@@ -61,24 +61,35 @@ class _Call:
     """The numbers and laws of a call: of each group and tensor, and as arguments."""
 
     def __init__(self, world: World, options: Options) -> None:
-        self.world, self.adam = world, options["rule"] in ADAM_RULES
+        self.world = world
         self.groups = [names.numbers_of(options, world.rng) for _ in range(world.n_groups)]
         self.own = [self.groups[group] for group in world.groups]  # of each tensor
+        self.kind = self.groups[0].rule
+        self.steps: dict[int, Any] = {}  # step counts that a kernel reads, by group
         self.rates: list[Any] = [numbers.lr for numbers in self.groups]
         if options["lr"] == "of numpy":
             self.rates = [np.float32(rate) for rate in self.rates]
         if options["lr"] in IN_MEMORY:  # of some groups
             for k in range(0, world.n_groups, 2):
-                self.rates[k] = in_memory(self.rates[k], IN_MEMORY[options["lr"]], world.device)
+                dtype = IN_MEMORY[options["lr"]]
+                if self.kind == "adam" and world.rng.random() < 0.5:
+                    step = torch.tensor([self.groups[k].step], dtype=dtype, device=world.device)
+                    self.steps[k] = Count(step) if world.device == "cpu" else step
+                    if world.rng.random() < 0.5:  # that alone
+                        continue
+                self.rates[k] = in_memory(self.rates[k], dtype, world.device)
 
     def numbers(self) -> list[Any]:
         """Return the numbers of each group as a plan takes them."""
-        pairs = zip(self.groups, self.rates, strict=True)
-        return [replace(numbers, lr=rate) for numbers, rate in pairs]
+        pairs = enumerate(zip(self.groups, self.rates, strict=True))
+        return [replace(numbers, lr=rate, **self._step(k)) for k, (numbers, rate) in pairs]
+
+    def _step(self, group: int) -> dict[str, Any]:
+        return {"step": self.steps[group]} if group in self.steps else {}
 
     def keywords(self) -> dict[str, Any]:
         """Return the numbers, the same for all groups, as arguments of a function."""
-        return {**ref.keywords(self.groups[0]), "lr": self.rates[0]}
+        return {**ref.keywords(self.groups[0]), "lr": self.rates[0], **self._step(0)}
 
     def horizon(self, horizon: laws.Horizon, index: int) -> Any:
         """Return a horizon for every group, or in odd places a tuple of different ones."""
@@ -91,25 +102,25 @@ class _Call:
         own = self.groups[group]
         law = horizon[group] if isinstance(horizon, tuple) else horizon
         law = law if hasattr(law, "sgd") else laws.Linear(law)
-        if isinstance(own, laws.AdamNumbers):
-            return law.adam(own)
+        if not isinstance(own, laws.SgdNumbers):
+            return law.adam(own) if isinstance(own, laws.AdamNumbers) else law.lion(own)
         if isinstance(law, laws.SecondOrder) and first and ref.gain(own) != 1.0:
             # v is set to d, and was 0 before.
             law = laws.Linear(law.delay + law.lead + law.delay * (law.delay + 1.0) / 2.0)
         return law.sgd(own)
 
 
-def _plan(world: World, adam: bool) -> st.Plan:
-    if adam not in world.plans:
+def _plan(world: World, kind: str) -> st.Plan:
+    if kind not in world.plans:
         if world.way == "groups":
-            world.plans[adam] = GroupPlan(world.groups, **world.lists_of_plan(adam))
+            world.plans[kind] = GroupPlan(world.groups, **world.lists_of_plan(kind))
         else:
-            world.plans[adam] = st.Plan(**world.lists_of_plan(adam))
-    return world.plans[adam]
+            world.plans[kind] = st.Plan(**world.lists_of_plan(kind))
+    return world.plans[kind]
 
 
 def check_step(world: World, options: Options) -> None:
-    """Make a step of SGD or Adam with predictions."""
+    """Make a step of SGD, Adam or Lion with predictions."""
     world.take_gradients(options["missing"])
     call, first = _Call(world, options), world.draw(options["first"])
     asked = names.WRITTEN[options["predictions"]]
@@ -120,10 +131,11 @@ def check_step(world: World, options: Options) -> None:
     if not skips:
         clip, scale = (np.float32(gate.get(x, 1.0)) for x in ("clip_factor", "grad_scale"))
         factor = float(clip) / float(scale)
-    state_names = ["momentum", "second"] if call.adam else ["momentum"]
+    state_names = ["momentum", "second"] if call.kind == "adam" else ["momentum"]
     if options["rule"] == "SGD without momentum":
         state_names = []
     effects: Effects = {}
+    more: dict[str, Any]
     directions, position = [], 0
     for i, numbers in enumerate(call.own):
         w, g = world.flat("params", i), world.flat("grads", i)
@@ -133,8 +145,8 @@ def check_step(world: World, options: Options) -> None:
                 effects["grads", i] = torch.zeros_like(g), True
             if not skips:
                 state = [world.flat(name, i) for name in state_names]
-                rounded = None if seed is None else (seed, position)
-                new = ref.step(numbers, w, g, state, first=first[i], factor=factor, rounded=rounded)
+                more = {"first": first[i], "factor": factor, "seed": seed, "position": position}
+                new = ref.step(numbers, w, g, state, **more)
                 for name, values in zip(["params", *state_names], new, strict=True):
                     effects[name, i] = values, False
         position += w.numel()
@@ -153,7 +165,7 @@ def check_step(world: World, options: Options) -> None:
         return effects
 
     shape = [(), (1,), (1, 1)][int(world.rng.integers(3))]
-    more: dict[str, Any] = {
+    more = {
         name: torch.full(shape, value, dtype=torch.float32, device=world.device)
         for name, value in gate.items()
     }
@@ -169,9 +181,9 @@ def check_step(world: World, options: Options) -> None:
 def _step(
     world: World, call: _Call, horizons: list[Any], more: dict[str, Any], buffers: bool
 ) -> None:
-    name = "adam_step_" if call.adam else "sgd_step_"
+    name = f"{call.kind}_step_"
     if world.way in PLANS:
-        plan: Any = _plan(world, call.adam)
+        plan: Any = _plan(world, call.kind)
         if world.way == "groups":
             plan.step(call.numbers(), predict=horizons, **more)
         else:
@@ -179,7 +191,7 @@ def _step(
         return
     outs = [world.argument(name) for name in world.outs[: len(horizons)]]
     lists = [world.argument("params"), world.grads(), world.argument("momentum")]
-    lists += [world.argument("second")] if call.adam else []
+    lists += [world.argument("second")] if call.kind == "adam" else []
     if not buffers and world.rng.random() < 0.5:
         lists[2] = None
     predict = list(zip(horizons, outs, strict=True))
@@ -196,7 +208,7 @@ def check_prediction(world: World, options: Options) -> None:
     made = []
     terms = [call.terms(group, horizon) for group in range(world.n_groups)]
     for i, numbers in enumerate(call.own):
-        w, state = world.flat("params", i).clone(), world.state(i, call.adam)
+        w, state = world.flat("params", i).clone(), world.state(i, call.kind)
         dtype = w.dtype if new else world.lists[target].flat[i].dtype
         hat = ref.predict(numbers, terms[world.groups[i]], w, state, None, dtype)
         made.append((hat, not any(terms) and dtype == w.dtype))
@@ -215,15 +227,17 @@ def _predict(world: World, call: _Call, options: Options, horizon: Any, new: boo
     if world.way in PLANS:
         more = {"out": world.outs.index(out)} if name == "predict" else {}
         numbers = {"numbers": call.numbers()} if world.way == "groups" else numbers
-        return getattr(_plan(world, call.adam), name)(steps=horizon, **numbers, **more)
+        return getattr(_plan(world, call.kind), name)(steps=horizon, **numbers, **more)
     taken = ["lr", "momentum", "weight_decay", "nesterov"]
     lists = (
         ["params", "stashed", "momentum"] if name == "stash_predict_" else ["params", "momentum"]
     )
     more = {"out": world.argument(out)} if name == "predict" and not new else {}
-    if call.adam:
+    if call.kind == "adam":
         name, lists = "adam_predict", [*lists, "second"]
         taken = ["lr", "step", "betas", "eps", "weight_decay", "decoupled_weight_decay"]
+    elif call.kind == "lion":
+        name, taken = "lion_predict", ["lr", "betas", "weight_decay"]
     numbers = {key: numbers[key] for key in taken if key in numbers}
     return _call(world, name, lists, {**numbers, "steps": horizon}, more)
 
@@ -270,7 +284,9 @@ def _copy(world: World, options: Options, out: str, new: bool) -> Any:
     if world.way in PLANS:
         if name in ("extrapolate", "write_out"):
             numbers["out"] = world.outs.index(out)
-        return getattr(_plan(world, bool(world.rng.integers(2))), name)(**numbers)
+        return getattr(_plan(world, str(world.rng.choice(["sgd", "adam", "lion"]))), name)(
+            **numbers
+        )
     if name == "distance":
         w, kept = world.argument("params"), world.argument("stashed")
         each, total = st.distance(w, [kept, w])

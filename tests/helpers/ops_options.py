@@ -54,6 +54,8 @@ DTYPES = {
     "float16 beside float32": [Types(F32, F16, F32, (F16,))],
     "bfloat16 beside float32": [Types(F32, BF16, F32, (BF16,))],
     "outputs of three types": [Types(F32, F32, F32, (BF16, F32, F16))],
+    "float32 with bfloat16 state": [Types(F32, F32, BF16, (F32,))],
+    "bfloat16 beside float32 with bfloat16 state": [Types(F32, BF16, BF16, (BF16, F32))],
     "all": [
         Types(F32, F32, F32, (F32,)),
         Types(F64, F64, F64, (F64,)),
@@ -61,9 +63,10 @@ DTYPES = {
         Types(BF16, BF16, BF16, (BF16,)),
         Types(F32, BF16, F32, (F32, BF16)),
         Types(F32, F16, F32, (F16,)),
+        Types(F32, F32, BF16, (F32, BF16)),
     ],
 }
-_NARROW = ["float16 beside float32", "bfloat16 beside float32", "outputs of three types", "all"]
+_NARROW = [name for name, types in DTYPES.items() if any({*t.outs} != {t.weights} for t in types)]
 SIZES = {
     "none": [],
     "one element": [1],
@@ -105,6 +108,9 @@ class _Own(laws.Law):
     def adam(self, numbers: laws.AdamNumbers) -> list[laws.Term]:
         return [laws.Term(0.5, 0.25, 0.0, 2.0), laws.Term(1.0, 0.125)]
 
+    def lion(self, numbers: laws.LionNumbers) -> list[laws.Term]:
+        return [laws.Term(0.75, numbers.lr * 0.5)]
+
 
 _SECOND = laws.SecondOrder(2.0, 1.0)
 #: Predictions that a step writes.
@@ -133,7 +139,7 @@ ADAM_RULES = ("Adam", "NAdam")
 _SEEDS = (5, -1, 2**63 + 4)
 _ROUNDED = ("bfloat16", "bfloat16 with float32 state")
 STEPS = {
-    "rule": ("SGD without momentum", *_SGD_RULES, *ADAM_RULES),
+    "rule": ("SGD without momentum", *_SGD_RULES, *ADAM_RULES, "Lion"),
     **_COMMON,
     "lr": _LR,
     "predictions": tuple(WRITTEN),
@@ -146,11 +152,18 @@ STEPS = {
     "seed": (None, *_SEEDS),
 }
 _BY_SECOND = ["second order", "second order in two passes"]
+_NOT_ADAM = [*_SGD_RULES, "Lion"]
+_NONLINEAR = [
+    {"lr": list(IN_MEMORY), "predictions": [x], "rule": [rule]}
+    for x in ("geometric", "many terms")
+    for rule in _NOT_ADAM
+]
 EXCLUDED_STEPS = [
     *_EXCLUDED,
     {"rule": ["SGD without momentum"], "predictions": [x for x in WRITTEN if x != "none"]},
-    {"rule": ["SGD without momentum", *ADAM_RULES], "first": ["all", "some"]},
-    {"rule": ADAM_RULES, "lr": list(IN_MEMORY)},
+    {"rule": ["SGD without momentum", *ADAM_RULES, "Lion"], "first": ["all", "some"]},
+    {"rule": ["NAdam"], "lr": list(IN_MEMORY)},
+    {"rule": ["Lion"], "decay": ["L2"]},
     {"way": _NO_PLANS, "predictions": ["some outputs"]},
     {"way": ["plan of one tensor"], "missing": ["all", "some"]},  # None: they are not known yet
     {"seed": _SEEDS, "dtypes": [x for x in DTYPES if x not in _ROUNDED]},
@@ -159,7 +172,7 @@ EXCLUDED_STEPS = [
     # Optimizers alone have first steps of some tensors.
     {"first": ["some"], "way": ["function", "one tensor", "plan", "plan of one tensor"]},
     {"first": ["some"], "sizes": ["none"]},
-    {"lr": list(IN_MEMORY), "predictions": ["geometric", "many terms"]},
+    *_NONLINEAR,
 ]
 
 _NO_DELAY = "second order without delay"
@@ -175,7 +188,7 @@ LAWS: dict[str, laws.Horizon] = {
 _BY_MOMENTUM = ["geometric", "geometric of no step", _NO_DELAY, "own"]
 PREDICTIONS = {
     "call": ("predict_", "predict", "stash_predict_"),
-    "rule": ("SGD", "Nesterov", "smoothed", *ADAM_RULES),
+    "rule": ("SGD", "Nesterov", "smoothed", *ADAM_RULES, "Lion"),
     **_COMMON,
     "lr": _LR,
     "law": tuple(LAWS),
@@ -187,12 +200,18 @@ EXCLUDED_PREDICTIONS = [
     *_EXCLUDED,
     {"way": _NO_PLANS, "rule": ["smoothed", "NAdam"]},
     {"way": _NO_PLANS, "rule": ["SGD", "Nesterov"], "decay": ["decoupled"]},
-    {"way": _NO_PLANS, "rule": ["Adam"], "call": ["predict_", "stash_predict_"]},
-    {"rule": ADAM_RULES, "lr": list(IN_MEMORY)},
+    {"way": _NO_PLANS, "rule": ["Adam", "Lion"], "call": ["predict_", "stash_predict_"]},
+    {"rule": ["NAdam"], "lr": list(IN_MEMORY)},
+    {"rule": ["Lion"], "decay": ["L2"]},
     {"numbers": ["lr only"], "law": _BY_MOMENTUM},
-    {"numbers": ["lr only"], "rule": [*ADAM_RULES, "Nesterov", "smoothed"]},
+    {"numbers": ["lr only"], "rule": [*ADAM_RULES, "Lion", "Nesterov", "smoothed"]},
     {"numbers": ["lr only"], "decay": ["L2", "decoupled"]},
-    {"lr": list(IN_MEMORY), "law": ["geometric"], "decay": ["L2", "decoupled"]},
+    {
+        "lr": list(IN_MEMORY),
+        "law": ["geometric"],
+        "decay": ["L2", "decoupled"],
+        "rule": ["SGD", "smoothed", "Lion"],
+    },
     {"lr": list(IN_MEMORY), "law": ["geometric"], "rule": ["Nesterov"]},  # see test_numbers.py
 ]
 
@@ -222,6 +241,13 @@ def _lr_of(kind: str, rng: np.random.Generator) -> float:
 def numbers_of(options: Options, rng: np.random.Generator) -> Numbers:
     """Return a rule's hyperparameters, among them ordinary and extreme ones."""
     rule, decay = options["rule"], options["decay"]
+    if rule == "Lion":
+        return laws.LionNumbers(
+            _lr_of(options["lr"], rng),
+            (float(rng.choice([0.9, 0.0])), float(rng.choice([0.99, 0.9]))),
+            0.0 if decay == "no" else float(rng.choice([0.1, 2.0])),
+            options.get("maximize", False),
+        )
     common: dict[str, Any] = {
         "lr": _lr_of(options["lr"], rng),
         "weight_decay": 0.0 if decay == "no" else float(rng.choice([0.01, 1e-4, 2.0])),

@@ -14,6 +14,8 @@ import ctypes
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from fractions import Fraction
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -24,7 +26,7 @@ from torch import Tensor
 from spectrain_ext import laws
 
 Array: TypeAlias = npt.NDArray[Any]
-Numbers: TypeAlias = laws.SgdNumbers | laws.AdamNumbers
+Numbers: TypeAlias = laws.SgdNumbers | laws.AdamNumbers | laws.LionNumbers
 INTS = {
     torch.float64: torch.int64,
     torch.float32: torch.int32,
@@ -117,7 +119,7 @@ def round_stochastically(exact: Array, seed: int, position: int) -> Tensor:
 def keywords(numbers: Numbers) -> dict[str, Any]:
     """Return the numbers as arguments of a step; only NAdam has the product of all mu."""
     given = {field.name: getattr(numbers, field.name) for field in fields(numbers)}
-    del given["correction"]
+    given.pop("correction", None)
     if given.get("momentum_decay", 0) is None:
         del given["mu_product"]
     return given
@@ -127,10 +129,14 @@ def direction(numbers: Numbers, w: Tensor, g: Tensor, factor: float = 1.0) -> Ar
     """d = factor*g, or -factor*g, plus l2*W as one fma; without a penalty W is not read."""
     wide = widen(w)
     scalar = scalars_like(wide)
-    penalty = scalar(0.0 if numbers.decoupled_weight_decay else numbers.weight_decay)
+    penalty = scalar(0.0 if _is_decoupled(numbers) else numbers.weight_decay)
     with np.errstate(all="ignore"):
         d = scalar(-factor if numbers.maximize else factor) * widen(g).astype(wide.dtype)
         return fma(penalty, wide, d) if penalty else d
+
+
+def _is_decoupled(numbers: Numbers) -> bool:
+    return isinstance(numbers, laws.LionNumbers) or numbers.decoupled_weight_decay
 
 
 def step(
@@ -141,19 +147,24 @@ def step(
     *,
     first: bool = False,
     factor: float = 1.0,
-    rounded: tuple[int, int] | None = None,
+    seed: int | None = None,
+    position: int = 0,
 ) -> list[Tensor]:
-    """Return new weights and state; `rounded` are seed and position of stochastic rounding."""
+    """Return new weights and state; `seed` of the weights' stochastic rounding, if they have it."""
     wide = widen(w)
     d = direction(numbers, w, g, factor)
     with np.errstate(all="ignore"):
         kept = wide
-        if numbers.decoupled_weight_decay:
+        if _is_decoupled(numbers):
             kept = _keep(1.0 - numbers.lr * numbers.weight_decay, wide)
-        of_rule = _adam_step if isinstance(numbers, laws.AdamNumbers) else _sgd_step
-        new, new_state = of_rule(numbers, kept, d, state, first)  # type: ignore[operator]
-    new_w = narrow(new, w.dtype) if rounded is None else round_stochastically(new, *rounded)
-    return [new_w, *(narrow(x, t.dtype) for x, t in zip(new_state, state, strict=True))]
+        of_rule: Any = {"sgd": _sgd_step, "adam": _adam_step, "lion": _lion_step}[numbers.rule]
+        new, new_state = of_rule(numbers, kept, d, state, first)
+    new_w = narrow(new, w.dtype) if seed is None else round_stochastically(new, seed, position)
+    stored = [narrow(x, t.dtype) for x, t in zip(new_state, state, strict=True)]
+    if isinstance(numbers, laws.AdamNumbers) and stored[1].dtype == torch.bfloat16:
+        if numbers.betas[1] > 1 - 2**-8:  # rounded to nearest it would not move
+            stored[1] = round_stochastically(new_state[1], ~numbers.step, position)
+    return [new_w, *stored]
 
 
 def gain(numbers: laws.SgdNumbers) -> float:
@@ -188,12 +199,29 @@ def _adam_step(
     return kept - _adam_way(numbers, _adam_term(numbers), m, u, d), [m, u]
 
 
+def _lion_step(
+    numbers: laws.LionNumbers, kept: Array, d: Array, state: Sequence[Tensor], _: bool
+) -> tuple[Array, list[Array]]:
+    scalar = scalars_like(kept)
+    beta1, beta2 = numbers.betas
+    m = widen(state[0]).astype(kept.dtype)
+    way, lr = np.sign(fma(scalar(beta1), m, scalar(1.0 - beta1) * d)), scalar(numbers.lr)
+    m = fma(scalar(beta2), m, scalar(1.0 - beta2) * d)
+    return fma(-lr, way, kept) if lr else kept, [m]
+
+
+@lru_cache(maxsize=None)
+def power(x: float, n: int) -> float:
+    """Return x^n, rounded once."""
+    return float(Fraction(x) ** n)
+
+
 def _adam_term(numbers: laws.AdamNumbers) -> laws.Term:
     """Return the step's coefficients, with Adam's bias corrections or NAdam's schedule of mu."""
     t, (beta1, beta2) = numbers.step, numbers.betas
-    root = (1.0 - beta2**t) ** -0.5
+    root = 1.0 / math.sqrt(1.0 - power(beta2, t))
     if numbers.momentum_decay is None:
-        return laws.Term(1.0, numbers.lr / (1.0 - beta1**t), 0.0, root)
+        return laws.Term(1.0, numbers.lr / (1.0 - power(beta1, t)), 0.0, root)
     now, following = (nadam_mu(beta1, numbers.momentum_decay, i) for i in (t, t + 1))
     product = numbers.mu_product
     by_gradient = numbers.lr * (1.0 - now) / (1.0 - product)
@@ -246,6 +274,9 @@ def predict(
             if isinstance(numbers, laws.AdamNumbers):
                 if by_momentum or by_gradient:
                     wide = wide - _adam_way(numbers, t, v, second[0], gradient)
+            elif isinstance(numbers, laws.LionNumbers):
+                along = fma(by_gradient, gradient, v) if by_gradient else v
+                wide = fma(-by_momentum, np.sign(along), wide) if by_momentum else wide
             else:
                 wide = fma(-by_gradient, gradient, wide) if by_gradient else wide
                 wide = fma(-by_momentum, v, wide) if by_momentum else wide

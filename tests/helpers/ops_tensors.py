@@ -165,7 +165,7 @@ class World:
             self.groups = [int(self.rng.integers(3)) for _ in range(self.n - 1)] + [2]
             self.n_groups = 3
         self.missing = [False] * self.n
-        self.plans: dict[bool, st.Plan] = {}
+        self.plans: dict[str, st.Plan] = {}  # by the rule of their state
 
     def _type(self, name: str, i: int) -> torch.dtype:
         types = self.types[i]
@@ -185,9 +185,10 @@ class World:
         present = [None if missing else grad for grad, missing in pairs]
         return present[0] if self.single else present
 
-    def lists_of_plan(self, adam: bool) -> dict[str, Any]:
+    def lists_of_plan(self, kind: str) -> dict[str, Any]:
         moments = {"exp_avgs": "momentum", "exp_avg_sqs": "second"}
-        state = moments if adam else {"momentum_buffers": "momentum"}
+        lion = {"exp_avgs": "momentum"}
+        state = {"adam": moments, "lion": lion}.get(kind, {"momentum_buffers": "momentum"})
         return {
             **{"params": self.argument("params"), "grads": self.grads()},
             "stashed": self.argument("stashed"),
@@ -205,8 +206,9 @@ class World:
     def flat(self, name: str, i: int) -> Tensor:
         return self.lists[name].flat[i].cpu()
 
-    def state(self, i: int, adam: bool) -> list[Tensor]:
-        return [self.flat(name, i) for name in (("momentum", "second") if adam else ("momentum",))]
+    def state(self, i: int, kind: str) -> list[Tensor]:
+        names = ("momentum", "second") if kind == "adam" else ("momentum",)
+        return [self.flat(name, i) for name in names]
 
     def draw(self, shares: str) -> list[bool]:
         """Draw a flag for each tensor."""

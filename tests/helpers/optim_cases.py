@@ -27,9 +27,10 @@ OF_TORCH: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.1, "momentum": 0.9},
     **{name: {"lr": 0.02} for name in ADAMS},
 }
-#: In addition those that update matrices by rules of their own.
+#: In addition those that torch has not, or not so.
 EVERY: dict[str, dict[str, Any]] = {
     **OF_TORCH,
+    "Lion": {"lr": 0.02},
     "Muon": {"lr": 0.02, "adamw": {"lr": 0.01, "weight_decay": 0.05}},
     "SOAP": {"lr": 0.02, "eps": 1e-3},
 }

@@ -113,7 +113,7 @@ class RandomOptimizer:
             and chance(0.15)
         )
         if not self.foreign and rounds and chance(0.5):
-            numbers["momentum_dtype"] = torch.float32
+            numbers["state_dtype"] = torch.float32
         self.numbers = {} if kind == "Muon" else numbers
         self.groups = "one" if kind == "Muon" else pick("one", "one", "two", "each")
         plain = numbers.get("momentum", 0.0) and not numbers.keys() & {"nesterov", "smoothed"}
@@ -177,7 +177,7 @@ class RandomOptimizer:
             return muon_and_adamw
         numbers = dict(self.numbers)
         if kind in (torch.optim.SGD, AveragingSGD) and not self.foreign:
-            numbers.pop("momentum_dtype", None)
+            numbers.pop("state_dtype", None)
 
         def made(params):
             own = {**numbers, "lr": self._rate()}

@@ -36,7 +36,7 @@ def operators(
 
 
 def optimizers(module: nn.Module) -> None:
-    made = st.optim.AdamW(module.parameters(), 1e-3, (0.9, 0.95), momentum_dtype=torch.float32)
+    made = st.optim.AdamW(module.parameters(), 1e-3, (0.9, 0.95), state_dtype=torch.float32)
     assert_type(made, st.optim.AdamW)
     st.optim.SGD(module.parameters(), 0.1, momentum=0.9, smoothed=True)
     if TYPE_CHECKING:

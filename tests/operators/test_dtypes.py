@@ -37,11 +37,12 @@ _PLANNED = {**_STEP, "way": "plan of one tensor"}
 _SGD, _ADAM = "params grads momentum", "params grads momentum second"
 #: A kind of call and its options, the lists whose dtypes vary, and how many combinations it takes.
 _CALLS: list[tuple[str, dict[str, Any], str, int]] = [
-    ("prediction", {**_PREDICTION, "call": "predict_"}, "params momentum", 6),
-    ("prediction", _PREDICTION, "params momentum out0", 8),
-    ("prediction", {**_PREDICTION, "law": "no step"}, "params momentum out0", 8),
-    ("prediction", {**_PREDICTION, "call": "stash_predict_"}, "params stashed momentum", 6),
-    ("prediction", {**_PREDICTION, "rule": "Adam"}, "params momentum second out0", 8),
+    ("prediction", {**_PREDICTION, "call": "predict_"}, "params momentum", 7),
+    ("prediction", _PREDICTION, "params momentum out0", 10),
+    ("prediction", {**_PREDICTION, "law": "no step"}, "params momentum out0", 11),
+    ("prediction", {**_PREDICTION, "call": "stash_predict_"}, "params stashed momentum", 7),
+    ("prediction", {**_PREDICTION, "rule": "Adam"}, "params momentum second out0", 10),
+    ("prediction", {**_PREDICTION, "rule": "Lion"}, "params momentum out0", 10),
     ("copy", _COPY, "params stashed", 4),
     ("copy", {**_COPY, "call": "restore_"}, "params stashed", 4),
     ("copy", {**_COPY, "call": "swap_"}, "params stashed", 4),
@@ -49,12 +50,13 @@ _CALLS: list[tuple[str, dict[str, Any], str, int]] = [
     ("copy", {**_COPY, "call": "extrapolate", "steps": 0}, "params stashed out0", 6),
     ("copy", {**_COPY, "call": "distance"}, "params stashed", 4),
     ("copy", {**_COPY, "call": "write_out", "way": "plan of one tensor"}, "params out0", 6),
-    ("step", {**_STEP, "predictions": "second order"}, f"{_SGD} out0 out1", 26),
+    ("step", {**_STEP, "predictions": "second order"}, f"{_SGD} out0 out1", 34),
     ("step", {**_STEP, "rule": "SGD without momentum"}, "params grads", 6),
-    ("step", {**_STEP, "zero_grad": True, "gate": "scale and clip"}, _SGD, 8),
+    ("step", {**_STEP, "zero_grad": True, "gate": "scale and clip"}, _SGD, 10),
     ("step", {**_STEP, "seed": 1, "predictions": "linear"}, f"{_SGD} out0", 2),
-    ("step", {**_STEP, "rule": "Adam", "predictions": "linear"}, f"{_ADAM} out0", 12),
-    ("step", {**_PLANNED, "predictions": "linear"}, f"{_SGD} out0 stashed", 12),
+    ("step", {**_STEP, "rule": "Adam", "predictions": "linear"}, f"{_ADAM} out0", 16),
+    ("step", {**_STEP, "rule": "Lion", "predictions": "linear"}, f"{_SGD} out0", 16),
+    ("step", {**_PLANNED, "predictions": "linear"}, f"{_SGD} out0 stashed", 16),
 ]
 
 

@@ -111,6 +111,7 @@ _ADAM = {
     **{**_DECOUPLED, "eps": 1e-3, "maximize": True},
 }
 _NADAM = {"momentum_decay": 0.1, "mu_product": 0.5}
+_LION = {"betas": (0.8, 0.9), "weight_decay": 0.1, "maximize": True, "zero_grad": True}
 _AHEAD = {"betas": (0.8, 0.99), "eps": 1e-3, **_DECOUPLED, "steps": laws.Geometric(3.0)}
 #: An operator, what is given of its lists, and options. All schemas are among them.
 CALLS: list[tuple[Op, Callable[[Lists], Lists], dict[str, Any]]] = [
@@ -126,7 +127,10 @@ CALLS: list[tuple[Op, Callable[[Lists], Lists], dict[str, Any]]] = [
     (BY_NAME["sgd_step_"], dict, _SMOOTHED),
     (BY_NAME["adam_step_"], dict, _ADAM),
     (BY_NAME["adam_step_"], dict, _NADAM),
+    (BY_NAME["adam_step_"], dict, {"step": torch.tensor(3.0), "lr": torch.tensor(0.3)}),
     (BY_NAME["adam_predict"], dict, _AHEAD),
+    (BY_NAME["lion_step_"], dict, _LION),
+    (BY_NAME["lion_predict"], dict, {"betas": (0.8, 0.9), "steps": laws.Geometric(3.0)}),
     (BY_NAME["stash_predict_"], dict, {**_GEOMETRIC, "weight_decay": 0.1}),
 ]
 

@@ -152,9 +152,9 @@ def test_a_rate_that_cannot_be(
     raises(error, says, lambda: st.predict_(w, v, lr=lr, **{"steps": 2, **numbers}), lists)
 
 
-def test_adam_takes_its_rate_from_the_host() -> None:
-    with pytest.raises(TypeError, match=r"lr: expected a number, got .*Rate"):
-        laws.AdamNumbers(in_memory(0.5), step=1)
+def test_what_is_not_linear_takes_its_rate_from_the_host() -> None:
+    with pytest.raises(ValueError, match=r"^momentum_decay: NAdam needs learning rate and step"):
+        laws.AdamNumbers(in_memory(0.5), step=1, momentum_decay=4e-3)
     w, v = lists = tensors(1)
     plan, decoupled = st.Plan(w, momentum_buffers=v), {"decoupled_weight_decay": True, **_DECAYED}
     call = partial(plan.predict_, lr=in_memory(0.5), **decoupled, steps=_FAR)

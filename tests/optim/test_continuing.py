@@ -39,18 +39,21 @@ from torch import nn
 import spectrain_ext as st
 
 MATRICES = ("Muon", "SOAP")
+OWN = ("Lion", *MATRICES)  # torch has none, or another
 CASES = Axes(
     {
         "name": tuple(EVERY),
         "dtype": (F64, F32, BF16, F16),
-        "state": (None, F32),  # dtype of momenta
-        "flag": (None, "foreach", "fused"),
+        "state": (None, F32, BF16),  # dtype of momenta
+        "flag": (None, "foreach", "fused", "capturable"),
         "master": (False, True),
         "law": (0, 2.5, st.laws.Geometric(3)),
     },
     [
         {"state": [F32], "dtype": [F64, F32]},
-        {"name": MATRICES, "flag": ["foreach", "fused"]},
+        {"state": [BF16], "dtype": [F64, BF16, F16]},
+        {"name": OWN, "flag": ["foreach", "fused"]},
+        {"name": ["SGD", "NAdam", *OWN], "flag": ["capturable"]},
         {"name": ["NAdam"], "flag": ["fused"]},
         {"name": MATRICES, "dtype": [F16]},
         {"name": ADAMS, "dtype": [F16], "state": [None]},  # a second moment would be 0
@@ -72,7 +75,7 @@ class Pair:
         self.buffers: Any = None
 
     def optimizer_of(self, params: list[nn.Parameter], **options: Any) -> Any:
-        options = {"momentum_dtype": self.case["state"], **options}
+        options = {"state_dtype": self.case["state"], **options}
         if self.case["name"] in MATRICES:
             return made(self.case["name"], params, **options)
         groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.05, "weight_decay": 0.1}]
@@ -159,15 +162,15 @@ class Pair:
         torch.save(self.optimizer.state_dict(), file)
         file.seek(0)
         # That of saved state stays; from here on all parameters have some.
-        dtype = None if self.steps > 3 else self.case["state"]
-        other = self.optimizer_of(params, lr=9.0, momentum_dtype=dtype, **self.flags)
+        dtype = None if self.steps > 3 and self.case["state"] != BF16 else self.case["state"]
+        other = self.optimizer_of(params, lr=9.0, state_dtype=dtype, **self.flags)
         other.load_state_dict(torch.load(file, weights_only=True))
         self.continue_in(other, weights)
 
     def through_torch(self) -> None:
         weights, params = bits(self.weights), twins(self.params)
         name, exact = self.case["name"], self.case["dtype"] in (F32, F64)
-        if name in MATRICES or not exact or (name == "NAdam" and self.case["dtype"] == F64):
+        if name in OWN or not exact or (name == "NAdam" and self.case["dtype"] == F64):
             return  # torch casts state to the parameter's dtype, also NAdam's product
         theirs = getattr(torch.optim, name)([{"params": params[:2]}, {"params": params[2:]}], lr=9)
         theirs.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
@@ -293,10 +296,10 @@ def test_loading_casts_what_must_be_cast(
 ) -> None:
     _, source = trained(dtype=saved)
     params = make_params(dtype)
-    optimizer = made("SGD", params, momentum_dtype=asked)
+    optimizer = made("SGD", params, state_dtype=asked)
     optimizer.load_state_dict(source.state_dict())
     assert {v.dtype for v in momenta(optimizer, params)} == {loaded}
-    assert {optimizer.stepper.momentum_dtype(p) for p in params} == {loaded}
+    assert {optimizer.stepper.state_dtype(p, p.dtype) for p in params} == {loaded}
     give_gradients(params)
     optimizer.step()
     assert {v.dtype for v in momenta(optimizer, params)} == {loaded}

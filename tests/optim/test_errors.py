@@ -46,7 +46,8 @@ BAD_OPTIONS: list[tuple[str, str, Any]] = [
     *((name, "lr", NAN) for name in ADAMS),
     *(("Adam", "betas", value) for value in ((1.0, 0.9), (0.9, -0.1), (0.9, NAN))),
     *(("Adam", "eps", value) for value in (-1e-8, INF)),
-    *(("AdamW", flag, True) for flag in ("amsgrad", "capturable")),
+    ("AdamW", "amsgrad", True),
+    ("NAdam", "capturable", True),
     ("NAdam", "momentum_decay", NAN),
 ]
 
@@ -67,6 +68,40 @@ def test_bad_options(name: str, key: str, value: Any) -> None:
     for _ in range(2):
         refuses(optimizer.step, ValueError, "group 1", params, state)
     assert_bits(values(state_of(optimizer, params)), state)
+
+
+def test_steps_are_counted_in_memory_in_all_groups_or_in_none() -> None:
+    params = make_params()
+    optimizer = made("AdamW", [{"params": params[:2]}, {"params": params[2:], "capturable": True}])
+    state = values(state_of(optimizer, params))
+    refuses(
+        optimizer.step, ValueError, "^parameter group 0: expected capturable=True", params, state
+    )
+    for group in optimizer.param_groups:
+        group["capturable"] = True
+    counts = []
+    for capturable in (True, False, True):
+        for group in optimizer.param_groups:
+            group["capturable"] = capturable
+        give_gradients(params)
+        optimizer.step()
+        counts.append(optimizer.state[params[0]]["step"].item())
+        assert optimizer._step_supports_amp_scaling is capturable
+    assert counts == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("AdamW", {"betas": (0.999, 0.9)}),
+        ("SGD", {"momentum": 0.999}),
+        ("Lion", {"betas": (0.9, 1 - 2**-9)}),
+    ],
+)
+def test_a_bfloat16_momentum_that_would_not_move(name: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"^parameter group 0: with state_dtype=torch\.bfloat16"):
+        made(name, make_params(F32), state_dtype=BF16, **options)
+    made(name, make_params(F32), state_dtype=BF16)
 
 
 @pytest.mark.parametrize(
@@ -96,14 +131,14 @@ def test_refused_options_are_named(name: str, options: dict[str, Any], message: 
 
 
 @pytest.mark.parametrize(
-    ("dtype", "momentum_dtype", "bad"),
-    [(F32, BF16, 0), (F64, F32, 1), (BF16, F16, 0), (torch.complex64, None, 1)],
+    ("dtype", "state_dtype", "bad"),
+    [(F64, BF16, 1), (F64, F32, 1), (BF16, F16, 0), (torch.complex64, None, 1)],
     ids=str,
 )
-def test_bad_dtypes(dtype: torch.dtype, momentum_dtype: torch.dtype | None, bad: int) -> None:
+def test_bad_dtypes(dtype: torch.dtype, state_dtype: torch.dtype | None, bad: int) -> None:
     params = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, dtype=dtype))]
     with pytest.raises(TypeError, match=f"parameter {bad} of group 0"):
-        st.optim.SGD(params, lr=0.1, momentum=0.9, momentum_dtype=momentum_dtype)
+        st.optim.SGD(params, lr=0.1, momentum=0.9, state_dtype=state_dtype)
 
 
 def test_bad_groups_are_not_added() -> None:
@@ -189,7 +224,7 @@ def test_laws_that_do_not_apply(name: str) -> None:
     give_gradients(copies)
     laws, kept = st.laws, list(outs.values())
     bad: list[Any] = [-1, -1e-9, NAN, INF, laws.SecondOrder(2)]
-    bad += [] if name == "SGD" else [laws.Geometric(2.5), laws.Geometric(65)]
+    bad += [] if name in ("SGD", "Lion") else [laws.Geometric(2.5), laws.Geometric(65)]
     for law in bad:
         refuses(partial(optimizer.predict_, law), ValueError, "steps", params)
         if isinstance(law, float | int):

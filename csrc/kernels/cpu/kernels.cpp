@@ -156,11 +156,12 @@ struct Cpu {
     alignas(64) Acc prediction[Rule::has_outs ? kBlock + kSkew : 1];
   };
 
-  // One block of one row: p points to its first element in every stream, q to the same as Acc;
-  // `rounding` starts there.
+  // One block of one row: p points to its first element in every stream, q to the same as Acc.
+  // `position`: that element's in the call, if a stream is rounded stochastically.
   static void block(const Args& given, unsigned flags, factor_t<Acc> factor,
-                    [[maybe_unused]] const Rounding& rounding, char* const (&p)[n_streams],
-                    Acc* const (&q)[n_streams], int n, Scratch& scratch) {
+                    [[maybe_unused]] const StepOptions& options, [[maybe_unused]] uint64_t position,
+                    char* const (&p)[n_streams], Acc* const (&q)[n_streams], int n,
+                    Scratch& scratch) {
     unroll<n_streams>([&](auto s) {
       if constexpr (stream<s>::source >= 0) memcpy(p[s], p[stream<s>::source], n * sizeof(type<s>));
       if constexpr (stream<s>::reads && !in_place<type<s>>) widen_block<type<s>>(q[s], p[s], n);
@@ -189,9 +190,10 @@ struct Cpu {
     unroll<n_streams>([&](auto s) {
       if constexpr (stream<s>::writes && stream<s>::source < 0 && !in_place<type<s>>) {
         bool done = false;
-        if constexpr (s == 0 && rounds_weights<Rule>()) {
-          done = rounding.stochastic;
-          if (done) round_block(p[s], q[s], n, rounding.start);
+        if constexpr (rounds<Rule, s>) {
+          const Rounding& by = rounding_of<Rule, s>(given, options);
+          done = by.stochastic;
+          if (done) round_block(p[s], q[s], n, by.state(position));
         }
         if (!done) narrow_block<type<s>>(p[s], q[s], n);
         // Predictions use the stored values.
@@ -238,6 +240,17 @@ struct Cpu {
     if constexpr (!in_place<T>) narrow_block<T>(target, result, n);
   }
 
+  // The position of an element in the call, if a stream is rounded stochastically.
+  static uint64_t position(const Args& args, const TableView& table, uint32_t r, int64_t element) {
+    bool stochastic = false;
+    unroll<n_streams>([&](auto s) {
+      if constexpr (rounds<Rule, s>) {
+        stochastic |= rounding_of<Rule, s>(args, table.options).stochastic;
+      }
+    });
+    return stochastic ? table.position(r, element) : 0;
+  }
+
   static void range(const Args& args, const TableView& table, uint32_t r, Range range,
                     bool stream_outputs, Scratch& scratch) {
     const unsigned flags = table.rows[r].flags;
@@ -254,9 +267,8 @@ struct Cpu {
         p[s] = stream<s>::reads ? at : scratch.staging[s].begin(at, past_cache);
         q[s] = in_place<type<s>> ? reinterpret_cast<Acc*>(p[s]) : scratch.wide[s];
       });
-      Rounding rounding = table.options.rounding;
-      if (rounding.stochastic) rounding.start = table.random_state(r, begin);
-      block(args, flags, factor, rounding, p, q, n, scratch);
+      const uint64_t position = Cpu::position(args, table, r, begin);
+      block(args, flags, factor, table.options, position, p, q, n, scratch);
       unroll<n_streams>([&](auto s) {
         if constexpr (!stream<s>::reads) scratch.staging[s].finish(n * sizeof(type<s>));
       });

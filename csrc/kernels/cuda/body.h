@@ -155,10 +155,13 @@ struct Body {
   template <int N>
   SPECTRAIN_HD void finish(Packs<Rule, N>& packs, int64_t element) const {
     Acc kept[n_streams][N];
-    [[maybe_unused]] uint64_t random = 0;
-    if constexpr (rounds_weights<Rule>()) {
-      if (table.options.rounding.stochastic) random = table.random_state(row, element);
-    }
+    [[maybe_unused]] uint64_t random[n_streams];  // states of the generator
+    unroll<n_streams>([&](auto s) {
+      if constexpr (rounds<Rule, s>) {
+        const Rounding& by = rounding_of<Rule, s>(args, table.options);
+        random[s] = by.stochastic ? by.state(table.position(row, element)) : 0;
+      }
+    });
     unroll<n_streams>([&](auto s) {
       if constexpr (stream<s>::source >= 0) {
         packs.template get<stream<s>::source>().store(at<s>(element));
@@ -174,10 +177,10 @@ struct Body {
       unroll<n_streams>([&](auto s) {
         if constexpr (stream<s>::writes && stream<s>::source < 0) {
           packs.template get<s>().element[e] = Narrow<type<s>>::from(x[s]);
-          if constexpr (s == 0 && rounds_weights<Rule>()) {
-            if (table.options.rounding.stochastic) {
-              packs.template get<s>().element[e] = {round_stochastically(x[s], random)};
-              random += Rounding::kStep;
+          if constexpr (rounds<Rule, s>) {
+            if (rounding_of<Rule, s>(args, table.options).stochastic) {
+              packs.template get<s>().element[e] = {round_stochastically(x[s], random[s])};
+              random[s] += Rounding::kStep;
             }
           }
         }

@@ -137,7 +137,7 @@ int launch_cuda_resident(const CudaLaunch& given, const Resident& table) {
   std::vector<char> on_host(settings.size * stride);
   CudaArguments arguments{on_host.data(), nullptr, on_host.size(), stride};
   char* on_device = at + ResidentLayout(given).arguments_at;
-  if (table.reads_rate) {
+  if (table.reads_memory) {
     check(enqueue_prepare({key, settings, on_device, stride}, stream, &launches), device);
     arguments.on_device = on_device;
   } else {

@@ -49,9 +49,9 @@ size_t resident_bytes(const CudaLaunch&);
 
 // A table in device memory.
 struct Resident {
-  void* memory;     // of resident_bytes()
-  bool write;       // write the table there first
-  bool reads_rate;  // a setting has a learning rate in device memory
+  void* memory;       // of resident_bytes()
+  bool write;         // write the table there first
+  bool reads_memory;  // a setting depends on a number in device memory
 };
 
 // Launches on a resident table and returns the number of launches.

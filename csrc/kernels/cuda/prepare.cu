@@ -1,6 +1,6 @@
 // Small kernels that write tables to the device through their parameters, and compute arguments
-// from learning rates there. A CUDA graph copies kernel parameters, but would read host memory at
-// every replay.
+// from learning rates and step counts there. A CUDA graph copies kernel parameters, but would read
+// host memory at every replay.
 #include <cuda_runtime.h>
 
 #include <cstddef>
@@ -41,7 +41,7 @@ struct Preparation {
 // A rule's Args depend only on its arithmetic type, not on the storage types.
 template <class Rule>
 __device__ __forceinline__ void place(const Setting& s, void* to) {
-  if constexpr (Rule::reads_rate) Rule::make(s, *static_cast<typename Rule::Args*>(to));
+  if constexpr (Rule::reads_memory) Rule::make(s, *static_cast<typename Rule::Args*>(to));
 }
 
 template <class Acc>
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kPreparers) prepare(const __grid_constant__ Pr
   for (uint32_t i = threadIdx.x; i < given.n_settings; i += kPreparers) {
     void* at = reinterpret_cast<unsigned char*>(settings) + i * given.setting_bytes;
     Setting& setting = *static_cast<Setting*>(at);
-    setting.read_rate();
+    if (setting.source.in_memory()) setting.read_memory();
     unsigned char* to = global(given.to) + i * given.stride;
     if (given.key.w == DType::float64) {
       place_arguments<double>(given.key.operation, setting, to);
@@ -90,8 +90,8 @@ const char* enqueue_write(void* to, const void* from, size_t n, void* stream, in
 
 const char* enqueue_prepare(const PrepareRequest& r, void* stream, int* launches) {
   const size_t setting_bytes = offsetof(Setting, terms) + r.settings.terms() * sizeof(Term);
-  static_assert(offsetof(Setting, terms) + kMaxOuts * sizeof(Term) <= kSmallTable,
-                "a setting of a rule that reads a rate, with a term per output, fits one launch");
+  static_assert(offsetof(Setting, terms) + kMaxTermsFromMemory * sizeof(Term) <= kSmallTable,
+                "a setting fits one launch");
   const auto capacity = static_cast<int>(kSmallTable / setting_bytes);
   for (int begin = 0; begin < r.settings.size; begin += capacity) {
     Preparation given;

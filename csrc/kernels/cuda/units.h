@@ -43,7 +43,7 @@ SPECTRAIN_UNITS(SPECTRAIN_FIND)
 const char* enqueue_distances(DType, const Distances& d, void* stream);
 const char* enqueue_totals(double* result, int64_t n, uint32_t n_lists, void* stream);
 
-// Arguments of a kernel whose learning rates are in device memory.
+// Arguments of a kernel that depend on numbers in device memory.
 struct PrepareRequest {
   KernelKey key;
   Settings settings;
