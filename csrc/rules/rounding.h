@@ -13,11 +13,9 @@ namespace spectrain {
 
 // Adds 16 random bits to the 16 truncated bits; a carry rounds away from zero. Values that bfloat16
 // represents exactly, including infinities, do not change.
-SPECTRAIN_HD uint16_t round_stochastically(float x, uint64_t state) {
+SPECTRAIN_HD BFloat16 round_stochastically(float x, uint16_t random) {
   const uint32_t u = bit_cast<uint32_t>(x);
-  const auto random = static_cast<uint32_t>(Rounding::mix(state) >> 48);
-  const uint32_t nan = (u >> 16) | 0x40u;
-  return static_cast<uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? nan : (u + random) >> 16);
+  return {static_cast<uint16_t>((x != x ? u | 0x400000u : u + random) >> 16)};
 }
 
 // Whether a step may round a stream stochastically: bfloat16 weights, and second moments.

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 from spectrain_ext.later import attributes
 
 from .base import PredictingOptimizer
-from .optimizers import SGD, Adam, AdamW, Lion, NAdam
+from .optimizers import SGD, Adam, AdamW, NAdam
 
 if TYPE_CHECKING:
+    from .lion import Lion
     from .matrices import SOAP, Muon, hidden_matrices
 
 __all__ = [
@@ -23,4 +24,5 @@ __all__ = [
 ]
 
 _ON_FIRST_USE = dict.fromkeys(("SOAP", "Muon", "hidden_matrices"), "matrices")
+_ON_FIRST_USE["Lion"] = "lion"
 __getattr__, __dir__ = attributes(__name__, _ON_FIRST_USE)

@@ -1,4 +1,4 @@
-"""Implements torch.optim's SGD, Adam, AdamW and NAdam, and Lion, with predictions."""
+"""Implements torch.optim's SGD, Adam, AdamW and NAdam with predictions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from spectrain_ext.operators.calls import Role
-from spectrain_ext.operators.numbers import AdamNumbers, LionNumbers, SgdNumbers, non_negative
+from spectrain_ext.operators.numbers import AdamNumbers, SgdNumbers, non_negative
 
 from .base import PredictingOptimizer
 from .state import Group, Rule, betas_of, plain, rate_of
@@ -45,15 +45,6 @@ def _adam_numbers(group: Group) -> AdamNumbers:
     )
 
 
-def _lion_numbers(group: Group) -> LionNumbers:
-    return LionNumbers(
-        rate_of(group["lr"]),
-        betas_of(group),
-        plain(group["weight_decay"], "weight_decay"),
-        bool(group["maximize"]),
-    )
-
-
 def _nadam_numbers(group: Group) -> AdamNumbers:
     decay = non_negative("momentum_decay", plain(group["momentum_decay"], "momentum_decay"))
     first = replace(_adam_numbers(group), momentum_decay=decay, mu_product=0.0)
@@ -79,7 +70,6 @@ _NADAM = replace(
     scalars={"step": 0.0, "mu_product": 1.0},
     refused={**ADAM.refused, "capturable": "the product of its momenta lives on the host"},
 )
-_LION = Rule(_lion_numbers, ("exp_avg",), {"exp_avgs": Role.MOMENTUM}, {}, {})
 
 
 def _passed(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -277,57 +267,6 @@ class AdamW(PredictingOptimizer, torch.optim.AdamW):
         state_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(**_passed(locals()))
-
-
-class Lion(PredictingOptimizer):
-    """Lion (Chen et al., arXiv 2302.06675), which can predict weights some updates ahead.
-
-    One state instead of Adam's two, and updates of the same size for all weights:
-    ``W -= lr*(sign(beta1*m + (1 - beta1)*g) + weight_decay*W)``, then
-    ``m = beta2*m + (1 - beta2)*g``. Its rates are 3 to 10 times smaller than AdamW's, its weight
-    decay as many times larger. A step is one kernel launch per device for all groups.
-
-    Args:
-        params: parameters, named parameters or parameter groups, as for ``SGD``.
-        lr: learning rate (>= 0), as for ``SGD``.
-        betas: decay of the average in an update's direction, and of the average itself.
-        weight_decay: decoupled decay (>= 0).
-        maximize: ascend instead of descend.
-        state_dtype: dtype of the average, as for ``Adam``.
-
-    Raises:
-        ValueError: a number out of range or NaN, a duplicate parameter.
-        TypeError: a parameter's dtype or ``state_dtype`` is not supported.
-
-    The prediction ``steps`` updates ahead is ``W - steps*lr*sign(m)``. The next direction needs the
-    next gradient; the sign of the average is its most likely value. State dicts have the keys of
-    the common implementations (``exp_avg``).
-
-    Example:
-        >>> weight = nn.Parameter(torch.ones(1))
-        >>> optimizer = st.optim.Lion([weight], lr=0.25)
-        >>> weight.grad = torch.ones(1)
-        >>> optimizer.step()
-        >>> with optimizer.predicted(steps=2):
-        ...     print(f"{weight.item():.2f}")
-        0.25
-    """
-
-    _rule = _LION
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        *,
-        maximize: bool = False,
-        state_dtype: torch.dtype | None = None,
-    ) -> None:
-        defaults = _passed(locals())
-        params, state_dtype = defaults.pop("params"), defaults.pop("state_dtype")
-        super().__init__(params, defaults, state_dtype=state_dtype)
 
 
 class NAdam(PredictingOptimizer, torch.optim.NAdam):

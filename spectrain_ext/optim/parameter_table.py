@@ -143,12 +143,11 @@ class ParameterTable:
     def holds(self, groups: Sequence[Group], state: State) -> bool:
         """Whether groups and state are those that were read."""
         seen = self._seen_params, self.seen_state
-        return _C.same((groups, state), seen) and self.counts_hold()
+        return _C.same((groups, state), seen) and (self.counts is None or self.counts_hold())
 
     def counts_hold(self) -> bool:
         """Whether nobody else has written counts."""
-        if self.counts is None:
-            return True
+        assert self.counts is not None
         if self.in_memory:
             return self.counts._version == self._seen_counts
         return bool(self.counts.tolist() == self.values)
@@ -194,7 +193,7 @@ class ParameterTable:
             return
         assert self.counts is not None
         (row,) = self._rows
-        by = 1.0 if found_inf is None else 1.0 - found_inf.to(row.dtype).ne(0.0).reshape(())
+        by = 1.0 if found_inf is None else found_inf.eq(0.0).to(row.dtype).reshape(())
         first, last = positions[0], positions[-1] + 1
         if last - first == len(positions):
             row[first:last].add_(by)

@@ -195,7 +195,7 @@ class Stepper(Ordered):
             and known is not None
             and factor == self._factor
             and _C.same((groups, state), self._seen)
-            and table.counts_hold()
+            and (table.counts is None or table.counts_hold())
             and all([rows.in_place() for rows in known.rows])
             and (stash or not known.idle or all(p.grad is None for p in known.idle))
         ):
@@ -305,7 +305,8 @@ class Stepper(Ordered):
                 rows.prepare_step(numbers, law)
 
             # From here on nothing can be refused.
-            options = _scaling(optimizer)
+            table = self._table
+            options = _scaling(optimizer) if table is not None and table.in_memory else {}
             for rows in launches:
                 if rows.step(numbers, law, optimizer.state, options):
                     self._table = None
@@ -496,13 +497,8 @@ def has_step_hooks(optimizer: Any) -> bool:
 
 def _scaling(optimizer: Any) -> StepOptions:
     """Return what ``GradScaler`` sets for a step that scales and skips by itself."""
-    options: StepOptions = {}
-    if optimizer._step_supports_amp_scaling:
-        for name in ("grad_scale", "found_inf"):
-            value = getattr(optimizer, name, None)
-            if value is not None:
-                options[name] = value
-    return options
+    found_inf, grad_scale = (getattr(optimizer, x, None) for x in ("found_inf", "grad_scale"))
+    return {"found_inf": found_inf, "grad_scale": grad_scale}
 
 
 def _corrected(index: int, numbers: Any, correction: Corrected) -> Any:

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -106,7 +106,8 @@ def round_stochastically(exact: Array, seed: int, position: int) -> Tensor:
     with np.errstate(over="ignore"):
         start = _mixed(np.array([seed % 2**64], np.uint64) + step)
         places = np.arange(position, position + exact.size, dtype=np.uint64)
-        random = _mixed(start + places * step) >> np.uint64(48)
+        four = _mixed(start + (places >> np.uint64(2)) * step)  # elements share a number
+        random = (four >> (places % np.uint64(4) * np.uint64(16))) & np.uint64(0xFFFF)
     bits = np.ascontiguousarray(exact).view(np.uint32).astype(np.uint64)
     high = ((bits + random) >> np.uint64(16)).astype(np.uint16)
     high[np.isnan(exact)] = 0x7FC0
@@ -161,9 +162,9 @@ def step(
         new, new_state = of_rule(numbers, kept, d, state, first)
     new_w = narrow(new, w.dtype) if seed is None else round_stochastically(new, seed, position)
     stored = [narrow(x, t.dtype) for x, t in zip(new_state, state, strict=True)]
-    if isinstance(numbers, laws.AdamNumbers) and stored[1].dtype == torch.bfloat16:
-        if numbers.betas[1] > 1 - 2**-8:  # rounded to nearest it would not move
-            stored[1] = round_stochastically(new_state[1], ~numbers.step, position)
+    adam = isinstance(numbers, laws.AdamNumbers) and stored[1].dtype == torch.bfloat16
+    if adam and numbers.betas[1] > 1 - 2**-8:  # rounded to nearest it would not move
+        stored[1] = round_stochastically(new_state[1], ~numbers.step, position)
     return [new_w, *stored]
 
 
@@ -210,7 +211,7 @@ def _lion_step(
     return fma(-lr, way, kept) if lr else kept, [m]
 
 
-@lru_cache(maxsize=None)
+@cache
 def power(x: float, n: int) -> float:
     """Return x^n, rounded once."""
     return float(Fraction(x) ** n)

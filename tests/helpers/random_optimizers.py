@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from helpers.foreign_optimizers import Lion, Replacing, Whitened, muon_and_adamw
-from helpers.random_settings import MOMENTUM, OURS, SECOND_ORDER, SGD_ONLY
+from helpers.random_settings import CORRECTING, MOMENTUM, OURS, SECOND_ORDER, SGD_ONLY
 from oracle.sgd import AveragingSGD
 from torch.optim import lr_scheduler
 
@@ -15,6 +15,8 @@ SAME = {
     f"st.{name}": (getattr(st.optim, name), getattr(torch.optim, name))
     for name in ("SGD", "Adam", "AdamW", "NAdam")
 }
+_OF_TORCH = tuple(SAME)
+SAME["st.Lion"] = st.optim.Lion, Lion
 _TORCHS = (
     *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop"),
     *("ASGD", "Rprop", "Adafactor"),
@@ -26,7 +28,7 @@ FOREIGN = {
 RATE = {
     **dict.fromkeys(("st.SGD", "SGD", "ASGD", "Replacing"), 0.03),
     **dict.fromkeys(("Adagrad", "Adafactor", "Whitened", "Adamax"), 0.01),
-    **{"Adadelta": 0.5, "Lion": 0.002, "Rprop": 0.002},
+    **{"Adadelta": 0.5, "st.Lion": 0.002, "Lion": 0.002, "Rprop": 0.002},
 }  # of others 0.005
 LINEAR = {"st.SGD", "SGD", "ASGD", "Replacing"}  # no full step for a gradient that is only rounding
 ROUNDING = {"Muon"}  # computes in bfloat16 itself: comparable only bit for bit
@@ -58,6 +60,7 @@ OPTIONS = {
     "st.Adam": (*_BETAS, _DECOUPLED),
     "st.AdamW": _BETAS,
     "st.NAdam": (*_BETAS, _DECOUPLED),
+    "st.Lion": ({}, {"betas": (0.8, 0.95), **DECAY}),
     "SGD": _OF_SGD,
     "Adam": (*_BETAS, *_AMSGRAD),
     "AdamW": (*_BETAS, *_AMSGRAD),
@@ -108,12 +111,16 @@ class RandomOptimizer:
         # Some kernels and loops need the rate as a plain number.
         self.tensor_rate = (
             program.against != "definition"
-            and kind in (*SAME, "SGD", "Adam", "AdamW", "NAdam", "RAdam")
+            and kind in (*_OF_TORCH, "SGD", "Adam", "AdamW", "NAdam", "RAdam")
             and not numbers.get("foreach")
             and chance(0.15)
         )
         if not self.foreign and rounds and chance(0.5):
             numbers["state_dtype"] = torch.float32
+        elif not self.foreign and exactly and program.wide == torch.float32 and chance(0.2):
+            numbers["state_dtype"] = torch.bfloat16
+        if exactly and kind in ("st.Adam", "st.AdamW") and chance(0.2):
+            numbers["capturable"] = True
         self.numbers = {} if kind == "Muon" else numbers
         self.groups = "one" if kind == "Muon" else pick("one", "one", "two", "each")
         plain = numbers.get("momentum", 0.0) and not numbers.keys() & {"nesterov", "smoothed"}
@@ -138,6 +145,8 @@ class RandomOptimizer:
             return kind
         if named & SGD_ONLY:
             return "st.SGD"
+        if named & {*CORRECTING}:
+            return program.pick(*_OF_TORCH)
         return program.pick(*SAME)
 
     @staticmethod

@@ -213,6 +213,7 @@ class Program:
         if master is not None:
             self.options["master_dtype"] = master
         self.narrow = self.dtype == torch.bfloat16
+        self.wide = master or self.dtype  # of the weights that are updated
         self.has_masters = self.narrow and master is not None
 
     def _draw_blocks(self):

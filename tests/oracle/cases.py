@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from helpers.covering import Axes, Row
-from helpers.foreign_optimizers import FOREIGN
+from helpers.foreign_optimizers import FOREIGN, Lion
 from helpers.random_settings import (
     CORRECTING,
     FLUSHING,
@@ -107,6 +107,7 @@ _OTHERS = {
     "Adam": of((st.optim.Adam, torch.optim.Adam), {"lr": 0.01, "weight_decay": 0.1}),
     "AdamW": of((st.optim.AdamW, torch.optim.AdamW), {"lr": 0.01, "betas": (0.8, 0.9)}),
     "NAdam": of((st.optim.NAdam, torch.optim.NAdam), {"lr": 0.01}),
+    "Lion": of((st.optim.Lion, Lion), {"lr": 0.003, "weight_decay": 0.1}),
     "no mean": of((st.optim.Adam, torch.optim.Adam), {"lr": 0.003, "betas": (0.0, 0.9)}),
 }
 TORCHS = {"foreign SGD", "foreign fused"}  # which corrections of gradients take too
@@ -121,6 +122,7 @@ KIND_OF = {
 _DEFINED_FOR = {
     **{"nesterov": "nesterov", "Adam": "adam", "AdamW": "adam", "NAdam": "nadam"},
     "no mean": "adam",
+    "Lion": "lion",
 }
 WITHOUT_MOMENTUM = ("no momentum", "no mean", *_FOREIGN)
 

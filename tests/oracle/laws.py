@@ -56,7 +56,8 @@ def predict(law, versions, u, steps, lead=0):
         elif law == "linear":
             found.append(row.weight - sum(coming) * direction(row))
         elif law == "geometric":
-            found.append(adam_loop(row, coming) if adam(row) else no_more_gradients(row, coming))
+            loop = {"adam": adam_loop, "lion": lion_loop, "sgd": no_more_gradients}[family(row)]
+            found.append(loop(row, coming))
         elif law == "second-order":
             found.append(second_order(row, before, steps, lead))
     return found
@@ -74,7 +75,9 @@ def average_change(versions, r, steps):
 def direction(row, velocity=None):
     """Return what an update with only this first moment subtracts per learning rate."""
     velocity = row.velocity if velocity is None else velocity
-    return velocity * first(row, 0) / root(row, 0) if adam(row) else velocity
+    if family(row) == "lion":  # the next gradient, which decides its sign, is not known
+        return velocity.sign()
+    return velocity * first(row, 0) / root(row, 0) if family(row) == "adam" else velocity
 
 
 def second_order(row, before, delay, lead):
@@ -82,6 +85,8 @@ def second_order(row, before, delay, lead):
     earlier = torch.zeros_like(row.velocity) if before.velocity is None else before.velocity
     change = row.velocity - earlier
     moved = (delay + lead) * row.velocity + delay * (delay + 1) / 2 * change
+    if family(row) == "lion":
+        return row.weight - before.group["lr"] * (delay + lead) * direction(row, moved)
     return row.weight - before.group["lr"] * direction(row, moved)
 
 
@@ -108,9 +113,20 @@ def adam_loop(row, coming):
     return weight
 
 
-def adam(row):
-    """Return whether the row belongs to Adam's family."""
-    return "betas" in row.group
+def lion_loop(row, coming):
+    """Lion's average keeps its sign under gradients of zero."""
+    weight = row.weight.clone()
+    for lr in coming:
+        weight *= 1 - lr * row.group["weight_decay"]
+        weight -= lr * row.velocity.sign()
+    return weight
+
+
+def family(row):
+    """Return the name of the row's rule: Lion has betas and no second moment."""
+    if "betas" not in row.group:
+        return "sgd"
+    return "adam" if "eps" in row.group else "lion"
 
 
 def first(row, ahead):

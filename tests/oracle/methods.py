@@ -32,7 +32,7 @@ class Definition:
     averaged: bool = False  # needs v = mu*v + (1 - mu)*g
     rates: Callable = lambda k, n, w, m, t: 1  # a factor for the learning rates of minibatch t
     correction: Callable = lambda k, n, w, m: None  # see oracle.corrections
-    families: tuple = ("sgd", "nesterov", "adam", "nadam")  # optimizers that it is defined for
+    families: tuple = ("sgd", "nesterov", "adam", "nadam", "lion")  # that it is defined for
     stages: int = 8  # maximum
     roomy: bool = False  # has a wider window if that delays no forward by more than one update
     then: tuple | None = None  # (another method, after this many minibatches of training)
@@ -95,6 +95,7 @@ AUTO = replace(
     roomy=True,
 )
 
+_GRADIENTS = ("sgd", "nesterov", "adam", "nadam")  # whose updates grow with gradients
 METHODS = {
     "auto": AUTO,
     "sync": Definition("gpipe"),
@@ -132,8 +133,12 @@ METHODS = {
     "braking": Definition(
         backward="stash", correction=where_late("braking", 1.0), families=("sgd", "nesterov")
     ),
-    "dc-asgd": Definition(backward="stash", correction=where_late("delay", 0.04)),
-    "gap-aware": Definition(backward="stash", correction=where_late("gap", 0.999)),
+    "dc-asgd": Definition(
+        backward="stash", correction=where_late("delay", 0.04), families=_GRADIENTS
+    ),
+    "gap-aware": Definition(
+        backward="stash", correction=where_late("gap", 0.999), families=_GRADIENTS
+    ),
     "pipemare-t1": Definition(rates=slow_start),
     "pipemare-t2": LOOKING_BACK,
     "pipemare": replace(LOOKING_BACK, rates=slow_start),

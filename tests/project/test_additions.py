@@ -86,140 +86,145 @@ def run_tests(folder: Path, *arguments: str) -> str:
     return output
 
 
-#: Lion (Chen et al., arXiv 2302.06675), which predicts by steps whose gradients are zero.
-LION = [
+#: Signum (Bernstein et al., arXiv 1802.04434), which predicts by the sign of its momentum.
+SIGNUM = [
     Addition(
-        "csrc/rules/lion.h",
+        "csrc/rules/signum.h",
         "",
-        (Path(__file__).parent / "additions" / "lion.h").read_text(),
+        (Path(__file__).parent / "additions" / "signum.h").read_text(),
     ),
     Addition(
-        "csrc/kernels/operations.h", '#include "rules/extrapolate.h"\n', '#include "rules/lion.h"\n'
+        "csrc/kernels/operations.h", '#include "rules/sgd.h"\n', '#include "rules/signum.h"\n'
     ),
     Addition(
         "csrc/kernels/operations.h",
-        "  X(adam_predict, none, PredictTypes, AdamPredict<W, S, O>)\n",
+        "  X(lion_predict, none, PredictTypes, LionPredict<W, S, O>)\n",
         """
-#define SPECTRAIN_ROWS_lion(X)                               \\
-  X(lion_step, lion_predict, AllTypes, LionStep<W, G, S, O>) \\
-  X(lion_predict, none, PredictTypes, LionPredict<W, S, O>)
+#define SPECTRAIN_ROWS_signum(X)                                 \\
+  X(signum_step, signum_predict, AllTypes, SignumStep<W, G, S, O>) \\
+  X(signum_predict, none, PredictTypes, SignumPredict<W, S, O>)
 """,
     ),
-    Addition("csrc/kernels/operations.h", "X(copy) X(sgd) X(adam)", " X(lion)"),
+    Addition("csrc/kernels/operations.h", "X(copy) X(sgd) X(adam) X(lion)", " X(signum)"),
     Addition(
         "spectrain_ext/operators/numbers.py",
-        "        return sign, l2, beta1, 1.0 - beta1, beta2, self.eps, step\n",
+        "        return sign, 0.0, beta2, 1.0 - beta2, beta1, 0.0, 0.0, step\n",
         """
 
 @dataclass(frozen=True, slots=True)
-class Lion(Hyperparameters):
-    rule: ClassVar[str] = "lion"
+class SignumNumbers(Hyperparameters):
+    rule: ClassVar[str] = "signum"
 
     lr: float
-    betas: tuple[float, float] = (0.9, 0.99)
-    weight_decay: float = 0.0
+    momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        _make_non_negative(self, ("lr", "weight_decay"))
-
-    @property
-    def keep(self) -> float:
-        return 1.0 - self.lr * self.weight_decay
+        _make_non_negative(self, ("lr", "momentum"))
 
     def setting(self) -> Setting:
-        beta1, beta2 = self.betas
-        return 1.0, 0.0, beta2, 1.0 - beta2, beta1, 0.0, Term(self.keep, 0.0, self.lr)
+        mu = self.momentum
+        return 1.0, 0.0, mu, 1.0 - mu, 0.0, 0.0, 0.0, Term(1.0, self.lr)
 """,
     ),
-    Addition("spectrain_ext/operators/laws.py", "from .numbers import Hyperparameters, ", "Lion, "),
+    Addition(
+        "spectrain_ext/operators/laws.py",
+        "from .numbers import LionNumbers as LionNumbers\n",
+        "from .numbers import SignumNumbers as SignumNumbers\n",
+    ),
     Addition(
         "spectrain_ext/operators/laws.py",
         "        return [Term(1.0, self.steps * rate, 0.0, numbers.root(numbers.step))]\n",
         '''
-    def lion(self, numbers: Lion) -> list[Term]:
-        """Return the term under Lion: W - s*lr*sign(v)."""
+    def signum(self, numbers: SignumNumbers) -> list[Term]:
+        """Return the term under Signum: W - s*lr*sign(v)."""
         return [Term(1.0, self.steps * numbers.lr)] if self.steps else []
 ''',
     ),
-    Addition("spectrain_ext/operators/steps.py", "from .numbers import AdamNumbers, ", "Lion, "),
     Addition(
         "spectrain_ext/operators/steps.py",
-        '    _step("adam_step_", locals())\n',
+        "AdamNumbers, LionNumbers, SgdNumbers, ",
+        "SignumNumbers, ",
+    ),
+    Addition(
+        "spectrain_ext/operators/steps.py",
+        '    _step("lion_step_", locals())\n',
         '''
 
 @operator
-def lion_step_(
+def signum_step_(
     params: Written,
     grads: Gradients,
     momentum_buffers: Written,
     *,
     lr: float,
-    betas: tuple[float, float] = (0.9, 0.99),
-    weight_decay: float = 0.0,
+    momentum: float = 0.9,
     predict: Sequence[tuple[Horizon, Tensors]] = (),
     stream: Any = None,
     **options: Unpack[StepOptions],
 ) -> None:
-    """Make one step of Lion and write predictions, in one pass over memory.
+    """Make one step of Signum and write predictions, in one pass over memory.
 
     Example:
         >>> weights, gradients, momentum = torch.ones(2), torch.ones(2), torch.zeros(2)
-        >>> st.lion_step_(weights, gradients, momentum, lr=0.25)
+        >>> st.signum_step_(weights, gradients, momentum, lr=0.25)
         >>> weights
         tensor([0.7500, 0.7500])
     """
-    _step("lion_step_", locals())
+    _step("signum_step_", locals())
 ''',
     ),
     Addition(
         "spectrain_ext/operators/steps.py",
-        "StepRow(AdamNumbers, adam_step_)",
-        ", StepRow(Lion, lion_step_)",
+        "        StepRow(LionNumbers, lion_step_),\n",
+        "        StepRow(SignumNumbers, signum_step_),\n",
     ),
     Addition(
         "spectrain_ext/operators/plan.py",
         """
-        made = self._adam_steps.arguments(step, others, self._horizons(predict))
+        made = ROWS["lion_step_"].arguments(numbers, self._horizons(predict), False)
         self._native.step(*made, False, options, stream)
 """,
         '''
-    def lion_step_(
+    def signum_step_(
         self,
         *,
         lr: float,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
+        momentum: float = 0.9,
         predict: Sequence[Horizon | None] = (),
         stream: Any = None,
         **options: Unpack[StepOptions],
     ) -> None:
-        """Make a step and write predictions; see `spectrain_ext.lion_step_`."""
-        numbers = lr, betas, weight_decay
-        made = ROWS["lion_step_"].arguments(numbers, self._horizons(predict), False)
+        """Make a step and write predictions; see `spectrain_ext.signum_step_`."""
+        numbers = lr, momentum
+        made = ROWS["signum_step_"].arguments(numbers, self._horizons(predict), False)
         self._native.step(*made, False, options, stream)
 ''',
     ),
-    Addition("spectrain_ext/operators/__init__.py", "steps import adam_step_", ", lion_step_"),
-    Addition("spectrain_ext/operators/__init__.py", '    "laws",\n', '    "lion_step_",\n'),
-    Addition("spectrain_ext/__init__.py", "        extrapolate,\n", "        lion_step_,\n"),
-    Addition("spectrain_ext/__init__.py", '    "laws",\n', '    "lion_step_",\n'),
+    Addition(
+        "spectrain_ext/operators/__init__.py",
+        "steps import adam_step_, lion_step_, sgd_step_",
+        ", signum_step_",
+    ),
+    Addition("spectrain_ext/operators/__init__.py", '    "sgd_step_",\n', '    "signum_step_",\n'),
+    Addition("spectrain_ext/__init__.py", "        sgd_step_,\n", "        signum_step_,\n"),
+    Addition("spectrain_ext/__init__.py", '    "sgd_step_",\n', '    "signum_step_",\n'),
     Addition(
         "docs/api.md",
-        ".. autofunction:: spectrain_ext.adam_predict\n",
-        "\n.. autofunction:: spectrain_ext.lion_step_\n",
+        ".. autofunction:: spectrain_ext.lion_predict\n",
+        "\n.. autofunction:: spectrain_ext.signum_step_\n",
     ),
     Addition(
         "docs/operators.md",
-        "| `adam_step_`, `adam_predict` | Adam, AdamW, NAdam |\n",
-        "| `lion_step_` | Lion |\n",
+        "| `lion_step_`, `lion_predict` | Lion |\n",
+        "| `signum_step_` | Signum |\n",
     ),
     Addition(
         "tests/helpers/operator_table.py",
-        '    Op("adam_step_", st.adam_step_, _ADAM, {"lr": 0.1, "step": 3}),\n',
-        '    Op("lion_step_", st.lion_step_, _SGD, {"lr": 0.1}),\n',
+        '    Op("lion_predict", st.lion_predict, "params exp_avgs out!", _AHEAD),\n',
+        '    Op("signum_step_", st.signum_step_, _SGD, {"lr": 0.1}),\n',
     ),
     Addition(
-        "tests/operators/test_lion.py",
+        "tests/operators/test_signum.py",
         "",
         """\
 import pytest
@@ -233,18 +238,15 @@ def test_a_step_and_a_prediction_follow_the_definition(how: str) -> None:
     torch.manual_seed(0)
     w, g, v = ([torch.randn(n) for n in (7, 5003)] for _ in range(3))
     ahead = [torch.empty_like(t) for t in w]
-    new, state = [], []
-    for x, d, m in zip(w, g, v):
-        new.append(x - 0.1 * ((0.9 * m + (1 - 0.9) * d).sign() + 0.01 * x))
-        state.append(0.99 * m + (1 - 0.99) * d)
-    numbers = {"lr": 0.1, "weight_decay": 0.01}
+    state = [0.9 * m + (1 - 0.9) * d for m, d in zip(v, g)]
+    new = [x - 0.1 * m.sign() for x, m in zip(w, state)]
     if how == "plan":
         plan = st.Plan(w, grads=g, momentum_buffers=v, outs=[ahead])
-        plan.lion_step_(**numbers, predict=[2])
+        plan.signum_step_(lr=0.1, predict=[2])
     else:
 
         def step(w, g, v, ahead):
-            st.lion_step_(w, g, v, **numbers, predict=[(2, ahead)])
+            st.signum_step_(w, g, v, lr=0.1, predict=[(2, ahead)])
 
         if how == "compiled":
             step = torch.compile(step, backend="aot_eager", fullgraph=True)
@@ -263,9 +265,9 @@ def test_a_step_and_a_prediction_follow_the_definition(how: str) -> None:
 def test_an_update_rule_with_its_own_kernel(tmp_path: Path) -> None:
     """Its operator computes the definition, eagerly, by a plan and compiled."""
     folder = copied(tmp_path)
-    add(folder, LION, "update rule with its own kernel")
+    add(folder, SIGNUM, "update rule with its own kernel")
     build(folder)
-    out = run_tests(folder, "operators/test_lion.py", "operators/test_library.py", "-k", "lion")
+    out = run_tests(folder, "operators/test_signum.py", "operators/test_library.py", "-k", "signum")
     assert re.search(r"^[5-9] passed", out, re.MULTILINE), out
 
 

@@ -179,7 +179,8 @@ Setting drawn_setting(Random& random) {
   s.weight_decay = chance(random, 2) ? 0.01 : 0.0;
   s.decay = chance(random, 6) ? 0.0 : 0.9;
   s.gain = chance(random, 2) ? 1.0 : 0.1;
-  s.decay2 = 0.99;
+  s.decay2 = chance(random, 2) ? 0.99 : 0.999;  // the latter rounds bfloat16 stochastically
+  s.count = static_cast<double>(between(random, 1, 4000));
   s.eps = chance(random, 4) ? 0.0 : 1e-8;
   s.first_step = chance(random, 6);
   s.step = {chance(random, 2) ? 1.0 : 0.999, 0.1, chance(random, 3) ? 0.05 : 0.0,
@@ -287,7 +288,7 @@ class Call {
 
  private:
   struct Numbers {
-    double rate = 0.25;
+    double rate = 0.25, count = 1.0;
     float zero = 0.0F, one = 1.0F, scale = 3.7F, clip = 0.3F;
   };
 
@@ -295,6 +296,8 @@ class Call {
     static constexpr OperationRow none{"distances", Operation::none, nullptr, 0, false, false};
     return case_.key.operation == Operation::none ? none : row_of(case_.key.operation);
   }
+
+  bool is_adam() const { return row_of_case().has(Role::second); }
 
   bool is_long() const { return shape_ == Shape::rows || shape_ == Shape::beyond_parameters; }
 
@@ -315,19 +318,20 @@ class Call {
   void draw() {
     for (size_t g = 0; g < n_groups_; ++g) settings_.push_back(drawn_setting(random_));
     for (size_t i = 0; i < sizes_.size(); ++i) first_step_.push_back(chance(random_, 3));
-    has_rate_ = row_of_case().reads_rate && chance(random_, 3);
+    reads_memory_ = row_of_case().reads_memory && chance(random_, 3);
     in_place_ = chance(random_, 4) && case_.key.o == case_.key.w;
     skips_ = chance(random_, 6);
     gate_ = static_cast<unsigned>(random_() % 8);
     options_.zero_grad = chance(random_, 2);
     const bool rounds = case_.key.w == DType::bfloat16 && chance(random_, 2);
     if (rounds) options_.rounding = Rounding::seeded(random_());
-    const bool steps = row_of_case().has(Role::grads), adam = row_of_case().has(Role::second);
-    int64_t left = kMaxTerms;
+    const bool steps = row_of_case().has(Role::grads), adam = is_adam();
+    int64_t left = reads_memory_ ? kMaxTermsFromMemory : kMaxTerms;
     const bool longest = chance(random_, 4);
     for (size_t j = 0; j < std::max<size_t>(n_outs_, 1); ++j) {
       // Later outputs may take passes of their own, which cannot use the gradient.
-      const bool with_gradient = j < 2 && case_.key.operation == Operation::sgd_step;
+      const bool with_gradient = j < 2 && (case_.key.operation == Operation::sgd_step ||
+                                           case_.key.operation == Operation::lion_step);
       const int64_t most = adam ? (longest ? left : std::min<int64_t>(left, 4)) : 1;
       const int64_t n = most < 1 ? 1 : longest ? most : between(random_, 0, most);
       left -= std::max<int64_t>(n, 1);
@@ -340,17 +344,28 @@ class Call {
       }
       terms_.push_back(terms);
     }
-    if (has_rate_) use_rate();
+    if (reads_memory_) use_memory();
     if (steps && !is_long() && chance(random_, 3)) move_gradients();
   }
 
-  // The coefficients are numbers plus multiples of a rate in memory, except in the last group.
-  void use_rate() {
+  // The coefficients are numbers plus multiples of a rate in memory, and for Adam have its bias
+  // corrections by a count in memory, except in the last group.
+  void use_memory() {
     for (size_t g = 0; g + 1 < n_groups_ || g == 0; ++g) {
-      settings_[g].step = {1.0, 0.0, 0.0, 1.0, -0.01, 1.0, 0.0};
+      settings_[g].step = {1.0, 0.0, 0.0, 1.0, -0.01, 1.0, 0.0, is_adam() ? 0.0 : -1.0};
       for (Plan::Terms& terms : terms_) {
-        for (Term& t : terms[g]) t.momentum = 0.0, t.momentum_per_lr = 2.0;
+        for (Term& t : terms[g]) {
+          t.momentum = 0.0, t.momentum_per_lr = 2.0;
+          if (is_adam()) t.ahead = static_cast<double>(between(random_, 0, 5));
+        }
       }
+      Source source{{nullptr, true, 0.5},
+                    chance(random_, 2) ? 1.0 : 0.7,
+                    {nullptr, true, 7.0},
+                    settings_[g].decay,
+                    settings_[g].decay2};
+      sources_.push_back(source);
+      which_.push_back(static_cast<unsigned>(between(random_, 1, 3)));
     }
   }
 
@@ -376,6 +391,7 @@ class Call {
     for (const double rate : {0.5, 0.125}) {
       check(cudaDeviceSynchronize());
       numbers_.rate = rate;
+      numbers_.count += 1.0;
       scalars_.write(&numbers_, sizeof(numbers_));
       call(*host_, nullptr);
       check(cudaGraphLaunch(executable, stream));
@@ -395,10 +411,14 @@ class Call {
   }
 
   void call(Plan& p, cudaStream_t stream) {
-    if (has_rate_) {
+    if (reads_memory_) {
       const Numbers& at = p.device().cuda ? *static_cast<const Numbers*>(scalars_.at()) : numbers_;
-      p.rates.assign(n_groups_, {&at.rate, true});
-      if (n_groups_ > 1) p.rates.back() = {};
+      p.sources = sources_;
+      for (size_t g = 0; g < p.sources.size(); ++g) {
+        if ((which_[g] & 1) != 0) p.sources[g].lr.at = &at.rate;
+        if ((which_[g] & 2) != 0) p.sources[g].count.at = &at.count;
+      }
+      p.sources.resize(n_groups_);
     }
     const Column& out = in_place_ || p.outs.empty() ? p.params : p.outs[0];
     switch (case_.key.operation) {
@@ -416,6 +436,8 @@ class Call {
         return p.stash_predict_({Operation::sgd_predict}, terms_[0], stream);
       case Operation::adam_predict:
         return p.predict({Operation::adam_predict, eps()}, terms_[0], out, stream);
+      case Operation::lion_predict:
+        return p.predict({Operation::lion_predict}, terms_[0], out, stream);
       case Operation::none:
         return distances(p, stream);
       default: {
@@ -471,7 +493,9 @@ class Call {
   std::vector<Setting> settings_;
   std::vector<Plan::Terms> terms_;
   std::vector<uint8_t> first_step_;
-  bool has_rate_ = false, in_place_ = false, skips_ = false;
+  std::vector<Source> sources_;
+  std::vector<unsigned> which_;  // of each group's numbers are in memory: rate 1, count 2
+  bool reads_memory_ = false, in_place_ = false, skips_ = false;
   unsigned gate_ = 0;
   StepOptions options_;
   std::vector<double> sums_;

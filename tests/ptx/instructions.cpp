@@ -300,6 +300,7 @@ void floats(Forms& f, const std::string& type) {
   f["div.rn." + type] = binary<T, [](T a, T b) { return a / b; }>;
   f["fma.rn." + type] = ternary<T, [](T a, T b, T c) { return std::fma(a, b, c); }>;
   f["sqrt.rn." + type] = unary<T, [](T x) { return std::sqrt(x); }>;
+  f["rcp.rn." + type] = unary<T, [](T x) { return 1 / x; }>;
   f["neg." + type] = unary<T, [](T x) { return -x; }>;
   f["abs." + type] = unary<T, [](T x) { return std::fabs(x); }>;
   comparisons<T>(f, type);
@@ -383,6 +384,8 @@ struct Tables {
     plain["cvt.f32.bf16"] = unary<uint16_t, from_bfloat16>;
     // Generic addresses of global memory are its addresses.
     plain["cvta.to.global.u64"] = unary<uint64_t, itself<uint64_t>>;
+    plain["cvt.rzi.u64.f64"] =  // of whole numbers that fit
+        unary<double, [](double x) { return static_cast<uint64_t>(x); }>;
     plain["bar.sync"] = barrier;
     plain["ret"] = end;
     all_accesses<Where::generic>(loads, stores);

@@ -106,8 +106,9 @@ void widen_block(float* to, const char* from, int n) {
 #pragma omp simd
   for (int i = begin; i < n; ++i) to[i] = widen(T{bits[i]});
 }
-template <class T>
-void narrow_block(char* to, const float* from, int n) {
+// `Again`: what was stored is read back.
+template <class T, bool Again>
+void narrow_block(char* to, float* from, int n) {
   int begin = 0;
 #if defined(__F16C__)
   if constexpr (std::is_same_v<T, Half>) {
@@ -115,19 +116,40 @@ void narrow_block(char* to, const float* from, int n) {
       const __m128i bits =
           _mm256_cvtps_ph(_mm256_loadu_ps(from + begin), _MM_FROUND_TO_NEAREST_INT);
       _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 2 * begin), bits);
+      if constexpr (Again) _mm256_storeu_ps(from + begin, _mm256_cvtph_ps(bits));
     }
   }
 #endif
   auto* bits = reinterpret_cast<uint16_t*>(to);
 #pragma omp simd
-  for (int i = begin; i < n; ++i) bits[i] = Narrow<T>::from(from[i]).bits;
+  for (int i = begin; i < n; ++i) {
+    const T rounded = Narrow<T>::from(from[i]);
+    bits[i] = rounded.bits;
+    if constexpr (Again) from[i] = widen(rounded);
+  }
 }
 
-void round_block(char* to, const float* from, int n, uint64_t state) {
+// Rounds a block up or down. `position`: of its first element.
+template <bool Again>
+void round_block(char* to, float* from, int n, const Rounding& by, uint64_t position) {
+  constexpr int kShared = Rounding::kShared;
+  alignas(64) uint64_t numbers[kBlock / kShared + 1];
+  const int head = static_cast<int>(position % kShared);
+  const int n_numbers = (head + n + kShared - 1) / kShared;
+  const uint64_t first = position / kShared;
+#pragma omp simd
+  for (int i = 0; i < n_numbers; ++i) {
+    numbers[i] = Rounding::mix(by.start + (first + static_cast<uint64_t>(i)) * Rounding::kStep);
+  }
+  // The bits of an element are those at its place in memory, as x86 and ARM are little-endian.
+  uint16_t random[kBlock + kShared];
+  memcpy(random, numbers, static_cast<size_t>(n_numbers) * sizeof(uint64_t));
   auto* bits = reinterpret_cast<uint16_t*>(to);
 #pragma omp simd
   for (int i = 0; i < n; ++i) {
-    bits[i] = round_stochastically(from[i], state + static_cast<uint64_t>(i) * Rounding::kStep);
+    const BFloat16 rounded = round_stochastically(from[i], random[head + i]);
+    bits[i] = rounded.bits;
+    if constexpr (Again) from[i] = widen(rounded);
   }
 }
 
@@ -193,21 +215,27 @@ struct Cpu {
         if constexpr (rounds<Rule, s>) {
           const Rounding& by = rounding_of<Rule, s>(given, options);
           done = by.stochastic;
-          if (done) round_block(p[s], q[s], n, by.state(position));
+          if (done) round_block<Rule::has_outs>(p[s], q[s], n, by, position);
         }
-        if (!done) narrow_block<type<s>>(p[s], q[s], n);
-        // Predictions use the stored values.
-        if constexpr (Rule::has_outs) widen_block<type<s>>(q[s], p[s], n);
+        if (!done) narrow_block<type<s>, Rule::has_outs>(p[s], q[s], n);
       }
     });
+    if constexpr (Rule::has_outs) {
+      if (given.predictions.n_outs > 0) know_stored(n, scratch);
+    }
+  }
+
+  // Predictions use the stored values.
+  static void know_stored(int n, Scratch& scratch) {
     unroll<n_streams>([&](auto s) {
       if constexpr (keeps<Rule, s> && rounded<s>) {
+        Acc* kept = scratch.wide[s];
 #pragma omp simd
         for (int i = 0; i < n; ++i) {
           Acc x[n_streams] = {};
-          x[s] = kept[s][i];
+          x[s] = kept[i];
           Rule::known(x);
-          kept[s][i] = x[s];
+          kept[i] = x[s];
         }
       }
     });
@@ -237,7 +265,7 @@ struct Cpu {
       term(args, t, q, from, result, n, scratch);
       from = result;
     }
-    if constexpr (!in_place<T>) narrow_block<T>(target, result, n);
+    if constexpr (!in_place<T>) narrow_block<T, false>(target, result, n);
   }
 
   // The position of an element in the call, if a stream is rounded stochastically.

@@ -155,11 +155,15 @@ struct Body {
   template <int N>
   SPECTRAIN_HD void finish(Packs<Rule, N>& packs, int64_t element) const {
     Acc kept[n_streams][N];
-    [[maybe_unused]] uint64_t random[n_streams];  // states of the generator
+    [[maybe_unused]] uint64_t random[n_streams];  // of the element and the ones behind it
+    [[maybe_unused]] uint64_t position = 0;
     unroll<n_streams>([&](auto s) {
       if constexpr (rounds<Rule, s>) {
         const Rounding& by = rounding_of<Rule, s>(args, table.options);
-        random[s] = by.stochastic ? by.state(table.position(row, element)) : 0;
+        if (by.stochastic) {
+          position = table.position(row, element);
+          random[s] = by.bits(position) >> 16 * (position % Rounding::kShared);
+        }
       }
     });
     unroll<n_streams>([&](auto s) {
@@ -178,9 +182,14 @@ struct Body {
         if constexpr (stream<s>::writes && stream<s>::source < 0) {
           packs.template get<s>().element[e] = Narrow<type<s>>::from(x[s]);
           if constexpr (rounds<Rule, s>) {
-            if (rounding_of<Rule, s>(args, table.options).stochastic) {
-              packs.template get<s>().element[e] = {round_stochastically(x[s], random[s])};
-              random[s] += Rounding::kStep;
+            const Rounding& by = rounding_of<Rule, s>(args, table.options);
+            if (by.stochastic) {
+              if (e > 0) {
+                const bool next = (position + e) % Rounding::kShared == 0;
+                random[s] = next ? by.bits(position + e) : random[s] >> 16;
+              }
+              const auto bits = static_cast<uint16_t>(random[s]);
+              packs.template get<s>().element[e] = round_stochastically(x[s], bits);
             }
           }
         }

@@ -143,9 +143,13 @@ class Twins {
   }
   void set_rate(double x) {
     scalars.rate = x;
+    scalars.count += 1.0;
     stand_in::write(scalars_on_device, &scalars, sizeof(scalars));
   }
-  const void* rate_of(const Plan& plan) const { return &of(plan).rate; }
+  // A learning rate and a step count in memory.
+  Source source_of(const Plan& plan) const {
+    return {{&of(plan).rate, true}, 0.7, {&of(plan).count, true}, 0.9, 0.99};
+  }
   // A step's options, which skip it if an infinity was found.
   StepOptions options_of(const Plan& plan, bool found_inf) const {
     const Scalars& s = of(plan);
@@ -175,7 +179,7 @@ class Twins {
 
  private:
   struct Scalars {
-    double rate = 0.0;
+    double rate = 0.0, count = 0.0;
     float zero = 0.0F, one = 1.0F, scale = 3.7F, clip = 0.3F;
   };
   const Scalars& of(const Plan& plan) const {
@@ -235,17 +239,19 @@ Plan::Predictor adam(const Plan& plan) {
   return {Op::adam_predict, std::vector<double>(plan.n_groups(), 1e-8)};
 }
 
-// With a learning rate that the kernel reads in memory.
-void with_rate(const Twins& twins, Plan& plan, const std::function<void()>& call) {
-  plan.rates.assign(plan.n_groups(), {twins.rate_of(plan), true});
-  plan.rates.back() = {};  // the last group has a number
+// With numbers that the kernel reads in memory.
+void with_memory(const Twins& twins, Plan& plan, const std::function<void()>& call) {
+  plan.sources.assign(plan.n_groups(), twins.source_of(plan));
+  plan.sources.back() = {};  // the last group has numbers
   call();
-  plan.rates = {};
+  plan.sources = {};
 }
 
-// A step by lr and its prediction with decoupled decay, lr in memory.
+// A step by lr and its prediction with decoupled decay, lr in memory; Adam's, with its count.
 constexpr Term kByRate{1.0, 0.0, 0.0, 1.0, -0.01, 1.0, 0.0};
 constexpr Term kAheadByRate{1.0, 0.0, 0.0, 1.0, 0.0, 2.0, 0.0};
+constexpr Term kByCount{1.0, 0.0, 0.0, 1.0, -0.01, 1.0, 0.0, 0.0};
+constexpr Term kAheadByCount{1.0, 0.0, 0.0, 1.0, -0.01, 2.0, 0.0, 1.0};
 
 const std::vector<Operation_>& operations() {
   static const std::vector<Operation_> list = {
@@ -257,9 +263,21 @@ const std::vector<Operation_>& operations() {
        [](const Twins& t, Plan& p, void* s) {
          Plan::Terms terms = terms_of(p);
          terms[0] = {kAheadByRate};
-         with_rate(t, p, [&] { p.predict(sgd, terms, p.outs[0], s); });
+         with_memory(t, p, [&] { p.predict(sgd, terms, p.outs[0], s); });
        },
        true, true},
+      {"predict of Adam, its numbers in memory",
+       [](const Twins& t, Plan& p, void* s) {
+         Plan::Terms terms = terms_of(p);
+         terms[0] = {kAheadByCount, kAheadByCount};
+         with_memory(t, p, [&] { p.predict(adam(p), terms, p.outs[1], s); });
+       },
+       true},
+      {"predict of Lion",
+       [](const Twins&, Plan& p, void* s) {
+         p.predict({Op::lion_predict}, terms_of(p), p.outs[0], s);
+       },
+       true},
       {"predict in place",
        [](const Twins&, Plan& p, void* s) { p.predict(sgd, terms_of(p), p.params, s); }},
       {"stash", [](const Twins&, Plan& p, void* s) { p.copy(p.params, p.stashed, s); }, true},
@@ -279,8 +297,27 @@ const std::vector<Operation_>& operations() {
          settings[0].step = kByRate;
          Plan::Terms terms = terms_of(p);
          terms[0] = {kAheadByRate};
-         with_rate(t, p,
-                   [&] { p.step(Op::sgd_step, {settings, {{0, terms}, {1, terms_of(p)}}}, s); });
+         with_memory(t, p,
+                     [&] { p.step(Op::sgd_step, {settings, {{0, terms}, {1, terms_of(p)}}}, s); });
+       }},
+      {"Lion step, a learning rate in memory",
+       [](const Twins& t, Plan& p, void* s) {
+         std::vector<Setting> settings = settings_of(p);
+         settings[0].step = {1.0, 0.0, 0.0, 1.0, -0.01, 0.0, 1.0};
+         Plan::Terms terms = terms_of(p);
+         terms[0] = {kAheadByRate};
+         with_memory(t, p,
+                     [&] { p.step(Op::lion_step, {settings, {{0, terms}, {1, terms_of(p)}}}, s); });
+       }},
+      {"Adam step, its numbers in memory",
+       [](const Twins& t, Plan& p, void* s) {
+         std::vector<Setting> settings = settings_of(p);
+         for (Setting& each : settings) each.decay2 = 0.999;  // rounds bfloat16 moments up or down
+         settings[0].step = kByCount;
+         Plan::Terms terms = terms_of(p);
+         terms[0] = {kAheadByCount, kAheadByCount};
+         with_memory(t, p,
+                     [&] { p.step(Op::adam_step, {settings, {{0, terms}, {1, terms_of(p)}}}, s); });
        }},
       {"SGD step without momentum",
        [](const Twins&, Plan& p, void* s) { p.step(Op::sgd_plain, {settings_of(p)}, s); }},
@@ -386,6 +423,15 @@ TEST(Kernels, TakeAnyNumberOfGroups) {
         });
         const auto ahead_by_rate = by_group(
             [&](double by) { return std::vector<Term>{{1.0, 0.0, 0.0, 1.0, 0.0, 2 * by, 0.0}}; });
+        const auto by_count = by_group([&](double by) {
+          Setting s = setting(by);
+          s.step = {1.0, 0.0, 0.0, 1.0, -0.01, by, 0.0, 0.0};
+          return s;
+        });
+        const auto ahead_by_count = by_group([&](double by) {
+          const int n = std::min(n_terms, kMaxTermsFromMemory);
+          return std::vector<Term>(n, {1.0, 0.0, 0.0, 1.0, -0.01, by / n, 0.0, 2.0});
+        });
         const Operation_ all[] = {
             {"Adam step",
              [&](const Twins&, Plan& p, void* s) {
@@ -400,9 +446,14 @@ TEST(Kernels, TakeAnyNumberOfGroups) {
              }},
             {"SGD step, a learning rate in memory",
              [&](const Twins& t, Plan& p, void* s) {
-               with_rate(t, p, [&] { p.step(Op::sgd_step, {by_rate, {{1, ahead_by_rate}}}, s); });
+               with_memory(t, p, [&] { p.step(Op::sgd_step, {by_rate, {{1, ahead_by_rate}}}, s); });
              },
              false, true},
+            {"Adam step, its numbers in memory",
+             [&](const Twins& t, Plan& p, void* s) {
+               with_memory(t, p,
+                           [&] { p.step(Op::adam_step, {by_count, {{1, ahead_by_count}}}, s); });
+             }},
             {"stash", [](const Twins&, Plan& p, void* s) { p.copy(p.params, p.stashed, s); }},
         };
         for (const Operation_& operation : all) {
