@@ -11,8 +11,8 @@ from typing import Any
 from rivals import operations
 from rivals.contest import OnHost, Settings, Times, contest
 from rivals.machine import environment
-from rivals.operations import ADAMW_2, SGD_2, STAGE, Operation, host_calls
-from rivals.workloads import BF16, MIXED, Workload, model, synthetic
+from rivals.operations import ADAMW_2, LION_2, SGD_2, STAGE, Operation, host_calls
+from rivals.workloads import BF16, FP32_16, MIXED, MIXED_16, Workload, model, synthetic
 from turns import take_turns
 
 from .cases import Cases
@@ -52,6 +52,8 @@ def _cases(scale: Scale) -> Iterator[tuple[Operation, Workload]]:
         (_MAIN, [w for count, e in scale.many for w in synthetic((count,), (e,))]),
         (_MAIN, [model(name) for name in scale.models]),
         (_MAIN, synthetic((1,), largest[:1], BF16)),
+        ([ADAMW_2, SGD_2, LION_2], synthetic((1,), largest[:1], FP32_16)),
+        ([ADAMW_2, SGD_2, LION_2], synthetic((1,), largest[:1], MIXED_16)),
     ]
     for chosen, workloads in steps:
         for work in workloads:

@@ -149,7 +149,7 @@ def makers(
 def compiles(work: Workload, settings: Settings) -> bool:
     """Return whether torch.compile takes part."""
     few = work.count <= COMPILED_TENSORS
-    return settings.compile and few and work.precision.name != "bf16"
+    return settings.compile and few and work.precision.name in ("fp32", "mixed")
 
 
 def names(operation: Operation, work: Workload, settings: Settings) -> list[str]:

@@ -54,7 +54,7 @@ def rivals(operation: Operation, s: Streams) -> dict[str, Call]:
     if operation is PREDICT:
         ways = {"torch.add(out=)": ("", _added), "per-tensor SpecTrain loop": ("", _looped)}
         ways |= {"_foreach": ("", _foreach)} if types == "fp32" else {}
-    elif types == "bf16":
+    elif types not in ("fp32", "mixed") or operation.lion:
         return {}
     else:
         predicts = bool(operation.predictions)

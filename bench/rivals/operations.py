@@ -39,6 +39,10 @@ class Operation:
         return "g" in self.reads
 
     @property
+    def lion(self) -> bool:
+        return self.name.startswith("Lion")
+
+    @property
     def adam(self) -> bool:
         return "u" in self.reads
 
@@ -62,28 +66,31 @@ SGD_2 = Operation("SGD step + 2 predictions", "wvg", "wvop", 2)
 ADAMW = Operation("AdamW step", "wvug", "wvu")
 ADAMW_1 = Operation("AdamW step + 1 prediction", "wvug", "wvuo", 1)
 ADAMW_2 = Operation("AdamW step + 2 predictions", "wvug", "wvuop", 2)
+LION_2 = Operation("Lion step + 2 predictions", "wvg", "wvop", 2)
 #: A step that writes the forward's prediction into the working buffer, followed by the backward's
 #: prediction into the same buffer.
 STAGE = Operation("pipeline stage, one minibatch", "wvgwv", "wvoo", 2)
 
 _IN_PLACE = (PREDICT_, STASH, SWAP, STASH_PREDICT)
 OPERATIONS = [PREDICT_, PREDICT, STASH, SWAP, STASH_PREDICT, SGD, SGD_1, SGD_2]
-OPERATIONS += [ADAMW, ADAMW_1, ADAMW_2, STAGE]
+OPERATIONS += [ADAMW, ADAMW_1, ADAMW_2, LION_2, STAGE]
 
 
 def applies(operation: Operation, work: Workload) -> bool:
     """Return whether to measure it: in-place forms are equivalent in `mixed` and `fp32`."""
+    if work.precision.name.endswith("-16"):
+        return operation.steps and operation is not STAGE
     return work.precision.name != "mixed" or operation not in _IN_PLACE
 
 
 def ours(operation: Operation, s: Streams) -> dict[str, Call]:
     """Return the module-level operator and the plan on the tensors of `s`."""
-    letters, adam = operation.letters, operation.adam
+    letters, adam, lion = operation.letters, operation.adam, operation.lion
     w, ahead = s["w"], STEPS[: operation.predictions]
     plan = Plan(
         w,
-        momentum_buffers=s["v"] if "v" in letters and not adam else None,
-        exp_avgs=s["v"] if adam else None,
+        momentum_buffers=s["v"] if "v" in letters and not (adam or lion) else None,
+        exp_avgs=s["v"] if adam or lion else None,
         exp_avg_sqs=s["u"] if adam else None,
         grads=s["g"] if operation.steps else None,
         stashed=s["k"] if "k" in letters else None,
@@ -94,6 +101,11 @@ def ours(operation: Operation, s: Streams) -> dict[str, Call]:
     if operation.steps:
         g, v = s["g"], s["v"]
         pairs = [(steps, s[o]) for steps, o in zip(ahead, "op", strict=False)]
+        if lion:
+            return {
+                "operator": lambda: operators.lion_step_(w, g, v, lr=ADAM_LR, predict=pairs),
+                "Plan": lambda: plan.lion_step_(lr=ADAM_LR, predict=ahead),
+            }
         if not adam:
             return {
                 "operator": lambda: operators.sgd_step_(

@@ -26,7 +26,10 @@ class Precision:
 FP32 = Precision("fp32", torch.float32, torch.float32, torch.float32, torch.float32)
 BF16 = Precision("bf16", torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16)
 MIXED = Precision("mixed", torch.float32, torch.float32, torch.bfloat16, torch.bfloat16)
-PRECISIONS = {p.name: p for p in (FP32, BF16, MIXED)}
+#: With bfloat16 state.
+FP32_16 = Precision("fp32-16", torch.float32, torch.bfloat16, torch.float32, torch.float32)
+MIXED_16 = Precision("mixed-16", torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16)
+PRECISIONS = {p.name: p for p in (FP32, BF16, MIXED, FP32_16, MIXED_16)}
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Workload:
         name: name in tables.
         shapes: one shape per tensor.
         precision: `fp32`; `bf16`, weights with a float32 state; `mixed`, float32 master weights
-            with bfloat16 gradients and predictions.
+            with bfloat16 gradients and predictions; `fp32-16`, `mixed-16`: with bfloat16 state.
     """
 
     name: str

@@ -76,8 +76,12 @@ struct CudaKernel {
   size_t setting_bytes = 0, term_bytes = 0;  // of a group's arguments without terms, and of a term
   int vector = 1;                            // elements per access of an aligned row
 
-  // Bytes of a group's arguments: only terms in use take memory.
-  size_t stride(int terms) const { return setting_bytes + terms * term_bytes; }
+  // Bytes of a group's arguments: only terms in use take memory. Those of the next group are
+  // aligned too.
+  size_t stride(int terms) const {
+    return (setting_bytes + terms * term_bytes + sizeof(double) - 1) / sizeof(double) *
+           sizeof(double);
+  }
 };
 
 }  // namespace spectrain
