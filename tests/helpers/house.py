@@ -37,10 +37,10 @@ class Figure(NamedTuple):
 #: Whoever gets below a figure lowers it. A test fails where a count is above it by more than SLACK,
 #: into which a row of a method, a pass, an operator with its tests or a page of the manual fits.
 FIGURES = {
-    "engine, lines": Figure(26_126, aim=20_000),
+    "engine, lines": Figure(26_750, aim=20_000),
     "tools, lines": Figure(6_697, aim=5_500),
     "README's example: lines of the functions that run": Figure(6_020, aim=5_000),
-    "README's example and a save: lines loaded": Figure(16_750, aim=15_000),
+    "README's example and a save: lines loaded": Figure(17_150, aim=15_000),
     "README's example and a save: files loaded": Figure(82, aim=75),
     "one update by SGD: files": Figure(7, aim=7),
     "one update by SGD: depth": Figure(4, aim=4),
@@ -48,7 +48,7 @@ FIGURES = {
     "one forward, with receive and send: files": Figure(11),
     "one forward, with receive and send: depth": Figure(3),
     "one forward, with receive and send: calls": Figure(20),
-    "csrc, lines": Figure(5_263),
+    "csrc, lines": Figure(5_560),
     "bench, lines": Figure(8_600),
     "studies, lines": Figure(5_375),
     "tests, lines": Figure(43_262, aim=38_000),
@@ -56,7 +56,7 @@ FIGURES = {
     "manual, words": Figure(30_900, aim=27_000),
     "arguments of Pipeline": Figure(15),
     "arguments of DistributedPipeline": Figure(18),
-    "names in spectrain_ext": Figure(42),
+    "names in spectrain_ext": Figure(44),
 }
 SLACK = 0.03
 
