@@ -93,10 +93,10 @@ _EXTRA = {
         f"{name}-bfloat16": Contender(find_method(name), {"state_dtype": "bfloat16"})
         for name in ("sync", "auto")
     },
-    # each with its usual ratio to AdamW's weight decay
+    # ten times AdamW's weight decay
     **{
         f"{name}-lion": Contender(find_method(name), {"optimizer": "lion", "weight_decay": 0.1})
-        for name in ("sync", "auto", "vanilla")
+        for name in ("sync", "auto", "pipedream")
     },
     "linear-even": Contender(_even("linear")),
     "difference-even": Contender(_even("difference")),

@@ -18,6 +18,8 @@ from .quality import Row, rows_of, with_interval
 
 #: Runs of nanoGPT's small setting in six stages.
 NANOGPT = "2026-11-27-nanogpt"
+#: bfloat16 moments in that setting, and Lion in the study `text`.
+MOMENTS = "2026-11-29-moments"
 #: By the methods' names in the studies: what the table calls them.
 _NAMES = {
     "sync": "`sync`",
@@ -121,6 +123,42 @@ def clipping(results: Path) -> str:
         lines.append(cells)
     heads = (f">{said}: loss|>clipped, %" for said in _CLIPPED.values())
     return table("|".join([">norm", ">seeds", *heads]), lines)
+
+
+def moments(results: Path) -> str:
+    """Losses with bfloat16 moments beside those with float32 ones."""
+    rows = {row["contender"]: row for row in rows_of(results, "nanogpt", MOMENTS)}
+    lines = []
+    for name in ("sync", "auto"):
+        wide, narrow = rows[name], rows[f"{name}-bfloat16"]
+        losses = (f"{fmean(row['losses']):.3f}" for row in (wide, narrow))
+        pairs = zip(narrow["losses"], wide["losses"], strict=True)
+        gap = Interval.of([100 * (mine / other - 1) for mine, other in pairs])
+        lines.append(
+            [
+                f"`{name}`",
+                f"{wide['lr']:.4g}",
+                str(len(wide["losses"])),
+                *losses,
+                with_interval(gap),
+            ]
+        )
+    return table("method|>lr|>seeds|>float32: loss|>bfloat16: loss|>gap %", lines)
+
+
+def lion(results: Path) -> str:
+    """Losses of Lion beside AdamW's by delay."""
+    rows = sorted(
+        rows_of(results, "text", MOMENTS), key=lambda row: (row["delay"], row["gap"]["mean"])
+    )
+    lines = []
+    for row in rows:
+        name, _, short = row["contender"].partition("-")
+        cells = [f"`{name}`", "Lion" if short else "AdamW", str(row["delay"]), f"{row['lr']:.4g}"]
+        gap = Interval(*(100 * row["gap"][x] for x in ("mean", "low", "high")))
+        of = "" if row["contender"] == "sync" else with_interval(gap)
+        lines.append([*cells, str(len(row["losses"])), f"{fmean(row['losses']):.3f}", of])
+    return table("method|optimizer|>delay|>lr|>seeds|>loss|>gap %", lines)
 
 
 def _published(results: Path, sync: Row) -> list[list[str]]:

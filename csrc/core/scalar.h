@@ -127,6 +127,11 @@ SPECTRAIN_HD double multiply_add(double a, double b, double c) { return __builti
 SPECTRAIN_HD float square_root(float x) { return __builtin_sqrtf(x); }
 SPECTRAIN_HD double square_root(double x) { return __builtin_sqrt(x); }
 
+SPECTRAIN_HD float magnitude(float x) { return __builtin_fabsf(x); }
+SPECTRAIN_HD double magnitude(double x) { return __builtin_fabs(x); }
+SPECTRAIN_HD float with_sign(float x, float of) { return __builtin_copysignf(x, of); }
+SPECTRAIN_HD double with_sign(double x, double of) { return __builtin_copysign(x, of); }
+
 // x^n for 0 <= x < 1 and a whole number n >= 0, the same bits on both sides, where math libraries
 // differ. Squares an unevaluated sum of two numbers (Dekker, 1971), so that the error is that of
 // the last rounding.

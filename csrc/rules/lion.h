@@ -14,10 +14,10 @@
 
 namespace spectrain {
 
-// 0 of both zeros, and NaN of NaN.
+// 0 of both zeros, and NaN of NaN; with one comparison.
 template <class Acc>
 SPECTRAIN_HD Acc sign_of(Acc x) {
-  return x > Acc(0) ? Acc(1) : x < Acc(0) ? Acc(-1) : x == Acc(0) ? Acc(0) : x;
+  return magnitude(x) > Acc(0) ? with_sign(Acc(1), x) : x * x;
 }
 
 template <class Acc>

@@ -41,6 +41,8 @@ class Law(Protocol):
     def adam(self, numbers: AdamNumbers) -> list[Term]:
         """Return the terms under Adam, AdamW and NAdam."""
 
+    # `lion`, alike, has at most one term too; a law without it is not defined under Lion.
+
 
 Horizon: TypeAlias = SupportsFloat | Law
 
@@ -72,6 +74,7 @@ class Linear(Law):
         return [Term(1.0, self.steps * rate, 0.0, numbers.root(numbers.step))]
 
     def lion(self, numbers: LionNumbers) -> list[Term]:
+        """Return the term under Lion, whose average's sign stands for the next directions."""
         return [Term(1.0, self.steps * numbers.lr)] if self.steps else []
 
 
@@ -118,6 +121,7 @@ class Geometric(Law):
         ]
 
     def lion(self, numbers: LionNumbers) -> list[Term]:
+        """Return the term under Lion, whose average keeps its sign without gradients."""
         if not numbers.weight_decay:
             return Linear(self.steps).lion(numbers)
         steps = _whole(self.steps, "weight decay")
@@ -177,6 +181,7 @@ class SecondOrder(Law):
         return [Term(1.0, rate * momentum, rate * gradient, numbers.root(numbers.step))]
 
     def lion(self, numbers: LionNumbers) -> list[Term]:
+        """Return the term under Lion, along the sign of the extrapolated average."""
         reach, beta2 = self.delay + self.lead, numbers.betas[1]
         if not reach:
             return []

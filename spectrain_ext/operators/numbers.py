@@ -29,7 +29,7 @@ class Term(NamedTuple):
     keep_per_lr: float = 0.0
     momentum_per_lr: float = 0.0
     gradient_per_lr: float = 0.0
-    ahead: float = -1.0  # the updates ahead of `Count`, for Adam's bias corrections; -1: none
+    ahead: float = -1.0  # the updates ahead of `StepCount`, for Adam's bias corrections; -1: none
 
     def split(self) -> Term:
         """Return the term with each coefficient a + b*lr as the two numbers a and b."""
@@ -38,7 +38,7 @@ class Term(NamedTuple):
         )
         root: Any = self.root
         aheads = {cast(Rate, x).ahead for x in self[1:3] if isinstance(x, Rate) and x}
-        if isinstance(root, Count):
+        if isinstance(root, StepCount):
             aheads.add(root.ahead)
             root = 1.0
         if len(aheads) > 1:
@@ -117,7 +117,7 @@ class Rate:
             )
 
 
-class Count:
+class StepCount:
     """The number of an update, `value + ahead`, where a kernel reads Adam's step count."""
 
     __slots__ = ("ahead", "value")
@@ -125,15 +125,15 @@ class Count:
     def __init__(self, value: Tensor | float, ahead: float = 0.0) -> None:
         self.value, self.ahead = value, ahead
 
-    def __add__(self, ahead: float) -> Count:
-        return Count(self.value, self.ahead + ahead)
+    def __add__(self, ahead: float) -> StepCount:
+        return StepCount(self.value, self.ahead + ahead)
 
     __radd__ = __add__
 
 
 def is_in_memory(value: object) -> bool:
     """Return whether a kernel reads a learning rate or a step count."""
-    return isinstance(value, (Rate, Count)) or (isinstance(value, Tensor) and value.is_cuda)
+    return isinstance(value, (Rate, StepCount)) or (isinstance(value, Tensor) and value.is_cuda)
 
 
 #: What terms are computed from when a kernel runs: learning rate, its factor, step count, betas.
@@ -345,7 +345,7 @@ class AdamNumbers(Hyperparameters):
     operation: ClassVar[str] = "adam_step"
 
     # The arguments of `spectrain_ext.adam_step_`. If learning rate or step is a CUDA tensor,
-    # a kernel reads it, and formulas have `Rate` and `Count` for both.
+    # a kernel reads it, and formulas have `Rate` and `StepCount` for both.
     lr: float
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -376,8 +376,8 @@ class AdamNumbers(Hyperparameters):
             raise ValueError(
                 "momentum_decay: NAdam needs learning rate and step count on the host, got a tensor"
             )
-        if not isinstance(step, Count):
-            step = Count(step if is_in_memory(step) else float(whole_step(step)))
+        if not isinstance(step, StepCount):
+            step = StepCount(step if is_in_memory(step) else float(whole_step(step)))
         object.__setattr__(self, "step", step)
         if not isinstance(self.lr, Rate):
             object.__setattr__(self, "lr", Rate(self.lr))
@@ -386,7 +386,7 @@ class AdamNumbers(Hyperparameters):
         """Return the hyperparameters of another step, whose numbers are valid: none is checked."""
         made = _new(AdamNumbers)
         made.__dict__.update(self.__dict__, step=step)
-        if isinstance(step, Count) or isinstance(self.lr, Rate):
+        if isinstance(step, StepCount) or isinstance(self.lr, Rate):
             made._set_step(step)
         if mu_product is not None:
             made.__dict__["mu_product"] = mu_product
@@ -399,7 +399,7 @@ class AdamNumbers(Hyperparameters):
 
     def root(self, step: float) -> float:
         """Return the bias correction of the second moment's square root."""
-        if isinstance(step, Count):
+        if isinstance(step, StepCount):
             return cast(float, step)
         return 1.0 / math.sqrt(1.0 - power(self.betas[1], step))
 
@@ -441,8 +441,8 @@ class AdamNumbers(Hyperparameters):
         return sign, l2, beta1, 1.0 - beta1, beta2, self.eps, count, step
 
     def source(self) -> Source:
-        lr, step = cast("float | Rate", self.lr), cast("int | Count", self.step)
-        if not isinstance(lr, Rate) or not isinstance(step, Count):
+        lr, step = cast("float | Rate", self.lr), cast("int | StepCount", self.step)
+        if not isinstance(lr, Rate) or not isinstance(step, StepCount):
             return None
         return lr.value, lr.factor, step.value, *self.betas
 

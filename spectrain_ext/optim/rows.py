@@ -21,7 +21,7 @@ from spectrain_ext.operators.calls import (
     step_arguments,
 )
 from spectrain_ext.operators.laws import Law, Linear, SecondOrder, after_first_step, terms_of
-from spectrain_ext.operators.numbers import Count, SgdNumbers
+from spectrain_ext.operators.numbers import StepCount, SgdNumbers
 
 from .parameter_table import Home, ParameterTable, Views
 from .state import Scalars, State, empty_like
@@ -231,7 +231,7 @@ class Rows:
         if stepped and not self._all_active:
             row = next((row for row in cohort.rows if self._active[row]), row)
         at = self._positions[row]
-        return numbers.at(Count(self._table.counts[0, at : at + 1]))
+        return numbers.at(StepCount(self._table.counts[0, at : at + 1]))
 
     def _lasts(self, law: Law | None) -> bool:
         """Whether equal numbers and laws give equal arguments of a call."""

@@ -23,7 +23,7 @@ from helpers.ops_tensors import Effects, World
 import spectrain_ext as st
 from spectrain_ext import laws
 from spectrain_ext.operators import calls
-from spectrain_ext.operators.numbers import Count, Rate
+from spectrain_ext.operators.numbers import Rate, StepCount
 
 
 def in_memory(value: float, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Any:
@@ -74,7 +74,7 @@ class _Call:
                 dtype = IN_MEMORY[options["lr"]]
                 if self.kind == "adam" and world.rng.random() < 0.5:
                     step = torch.tensor([self.groups[k].step], dtype=dtype, device=world.device)
-                    self.steps[k] = Count(step) if world.device == "cpu" else step
+                    self.steps[k] = StepCount(step) if world.device == "cpu" else step
                     if world.rng.random() < 0.5:  # that alone
                         continue
                 self.rates[k] = in_memory(self.rates[k], dtype, world.device)
