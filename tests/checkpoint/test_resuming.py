@@ -61,7 +61,9 @@ def sgd(params: Any) -> st.optim.SGD:
 OWN = {"sgd": sgd, "nadam": cases.nadam, "soap": lambda p: st.optim.SOAP(p, lr=0.01)}
 ALIKE = ("Lion", "SGD", "AdamW")  # to others of these
 OTHERS = {
-    "adamw": lambda p: st.optim.AdamW(p, lr=0.01),
+    "adamw": lambda p: st.optim.AdamW(
+        p, lr=0.01, betas=(0.9, 0.99), state_dtype=torch.bfloat16, capturable=True
+    ),
     "muon": lambda p: st.optim.Muon(p, lr=0.02),
     **{f"other's {name}": FOREIGN[name] for name in FOREIGN if name not in ALIKE},
     **PECULIAR,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -288,6 +289,9 @@ def test_loading_over_existing_state_and_missing_state() -> None:
         (F32, F64, None, F64),
         (F64, BF16, None, BF16),
         (F16, BF16, None, BF16),
+        (BF16, F32, None, F32),
+        (BF16, F32, BF16, BF16),
+        (F32, F32, BF16, BF16),
     ],
     ids=str,
 )
@@ -297,7 +301,14 @@ def test_loading_casts_what_must_be_cast(
     _, source = trained(dtype=saved)
     params = make_params(dtype)
     optimizer = made("SGD", params, state_dtype=asked)
-    optimizer.load_state_dict(source.state_dict())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        optimizer.load_state_dict(source.state_dict())
+    # Where the moments gain or lose bits, and nothing else has told so.
+    converts = saved != loaded and {saved, loaded} == {BF16, F32}
+    assert bool(said) is converts
+    for each in said:
+        assert f"{saved}, those of this optimizer {loaded}: they are converted" in str(each.message)
     assert {v.dtype for v in momenta(optimizer, params)} == {loaded}
     assert {optimizer.stepper.state_dtype(p, p.dtype) for p in params} == {loaded}
     give_gradients(params)
