@@ -10,6 +10,7 @@ from spectrain_ext.operators.numbers import Setting, Term
 
 MAX_GROUPS: int
 MAX_TERMS: int
+ROUNDED_DECAY: float  # above it, bfloat16 second moments are rounded stochastically
 
 class Role:
     """What a list is to a plan."""

@@ -223,6 +223,7 @@ void export_constants(py::module_& m) {
       .value("SECOND", Role::second);
   m.attr("MAX_GROUPS") = kMaxGroups;
   m.attr("MAX_TERMS") = kMaxTerms;
+  m.attr("ROUNDED_DECAY") = kRoundedDecay;
 }
 
 }  // namespace

@@ -10,9 +10,6 @@ from torch import Tensor
 
 from spectrain_ext._C import power  # has the bits of a kernel that reads a step count
 
-#: Above this decay, a step can move a moment by less than half of a bfloat16's last bit.
-ROUNDED_DECAY = 1.0 - 2.0**-8
-
 
 class Term(NamedTuple):
     """Coefficients of a real or predicted update: W <- keep*W - (momentum*v + gradient*d) / D.

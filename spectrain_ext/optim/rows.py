@@ -21,7 +21,7 @@ from spectrain_ext.operators.calls import (
     step_arguments,
 )
 from spectrain_ext.operators.laws import Law, Linear, SecondOrder, after_first_step, terms_of
-from spectrain_ext.operators.numbers import StepCount, SgdNumbers
+from spectrain_ext.operators.numbers import SgdNumbers, StepCount
 
 from .parameter_table import Home, ParameterTable, Views
 from .state import Scalars, State, empty_like

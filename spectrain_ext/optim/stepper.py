@@ -20,7 +20,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from spectrain_ext import _C
 from spectrain_ext.operators.calls import StepOptions, bump_versions
 from spectrain_ext.operators.laws import Law, Linear, terms_of
-from spectrain_ext.operators.numbers import ROUNDED_DECAY, Term
+from spectrain_ext.operators.numbers import Term
 
 from .guards import Ordered, SaveGuard, exclusive
 from .parameter_table import Home, ParameterTable, Views
@@ -112,10 +112,10 @@ class Stepper(Ordered):
         group = self._optimizer().param_groups[index]
         numbers = self.rule.read(index, group)
         decay = 0.0 if self.rule.of(group).is_for_matrices else numbers.setting()[2]
-        if self._state_dtype == torch.bfloat16 and decay > ROUNDED_DECAY:
+        if self._state_dtype == torch.bfloat16 and decay > _C.ROUNDED_DECAY:
             raise ValueError(
                 f"parameter group {index}: with state_dtype=torch.bfloat16 expected a first moment "
-                f"or momentum that decays by at most {ROUNDED_DECAY}, got {decay}: rounded to "
+                f"or momentum that decays by at most {_C.ROUNDED_DECAY}, got {decay}: rounded to "
                 "nearest, it would not follow the gradients"
             )
         seen: dict[Tensor, int] = {}
