@@ -31,8 +31,8 @@ struct Gate {
 // The random bits of an element depend only on the seed and its position in the call, so they are
 // the same on every machine and for every division into rows, chunks and threads. The generator is
 // SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014),
-// advanced from a start given by the seed. A number of 64 bits serves four elements: one for each
-// took a CPU's step of AdamW 1.2 times as long.
+// advanced from a start given by the seed. A number of 64 bits serves four elements, because its
+// multiplications of 64 bits are slow on a CPU and several instructions on a GPU.
 struct Rounding {
   static constexpr uint64_t kStep = 0x9e3779b97f4a7c15u;
   static constexpr int kShared = 4;  // elements of a number

@@ -315,11 +315,11 @@ def lion_predict(
 ) -> T:
     """Return the weights predicted `steps` updates of Lion ahead, in `out` or in new tensors.
 
-    For a number of steps the result is W - steps*lr*sign(m). See `lion_step_` for the arguments.
+    For a number of steps the result is W - steps*lr*sign(m)/2. See `lion_step_` for the arguments.
 
     Example:
         >>> st.lion_predict(torch.ones(2), torch.tensor([0.1, -0.2]), lr=0.25, steps=2)
-        tensor([0.5000, 1.5000])
+        tensor([0.7500, 1.2500])
     """
     lists = Lists(params, "params", writes=False)
     lists.add(Role.MOMENTUM, "exp_avgs", exp_avgs, writes=False)

@@ -52,7 +52,7 @@ class Linear(Law):
     """Repeat the last update s times: W - s*lr*v (SpecTrain, arXiv 1809.02839).
 
     Under Adam, W - s*lr*m_hat/(sqrt(u_hat) + eps), without the decay term (PipeOptim, 2023). Under
-    Lion, W - s*lr*sign(m): the sign of the average, which is less noisy than the last update.
+    Lion, W - s*lr*sign(m)/2, see `LionNumbers`.
 
     Example:
         >>> st.predict(torch.ones(1), torch.ones(1), lr=0.25, steps=st.laws.Linear(2))
@@ -74,8 +74,8 @@ class Linear(Law):
         return [Term(1.0, self.steps * rate, 0.0, numbers.root(numbers.step))]
 
     def lion(self, numbers: LionNumbers) -> list[Term]:
-        """Return the term under Lion, whose average's sign stands for the next directions."""
-        return [Term(1.0, self.steps * numbers.lr)] if self.steps else []
+        """Return the term under Lion: half of s updates along the sign of the average."""
+        return [Term(1.0, self.steps * numbers.trust * numbers.lr)] if self.steps else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Geometric(Law):
     def lion(self, numbers: LionNumbers) -> list[Term]:
         """Return the term under Lion, whose average keeps its sign without gradients."""
         if not numbers.weight_decay:
-            return Linear(self.steps).lion(numbers)
+            return [Term(1.0, self.steps * numbers.lr)] if self.steps else []
         steps = _whole(self.steps, "weight decay")
         keep, left, moved = numbers.keep, 1.0, 0.0
         for _ in range(steps):
@@ -137,8 +137,8 @@ class SecondOrder(Law):
 
     W - lr*[(D + lead)*v + D*(D+1)/2*(v - v_prev)] with D = delay; lead >= -D. After an update
     v - v_prev = (gain*d - (1 - mu)*v)/mu, so the law needs no extra state, but only the step, which
-    has the gradient, can write this prediction. On the first update v_prev is 0. Lion moves by
-    (D + lead)*lr along the sign of m + (D + 1)/2*D/(D + lead)*(m - m_prev).
+    has the gradient, can write this prediction. On the first update v_prev is 0. Lion moves by half
+    of (D + lead)*lr along the sign of m + (D + 1)/2*D/(D + lead)*(m - m_prev).
 
     Example:
         >>> weights, gradients, momentum = torch.ones(1), torch.ones(1), torch.zeros(1)
@@ -193,7 +193,7 @@ class SecondOrder(Law):
                 f"steps: {self} is not defined under Lion with betas[1] = {beta2}: expected a "
                 "shorter delay"
             )
-        return [Term(1.0, reach * numbers.lr, gradient / momentum)]
+        return [Term(1.0, reach * numbers.trust * numbers.lr, gradient / momentum)]
 
 
 _linear = lru_cache(maxsize=256)(Linear)  # a training loop uses the same few at every step

@@ -42,8 +42,8 @@ class Lion(PredictingOptimizer):
         ValueError: a number out of range or NaN, a duplicate parameter.
         TypeError: a parameter's dtype or ``state_dtype`` is not supported.
 
-    The prediction ``steps`` updates ahead is ``W - steps*lr*sign(m)``. The next direction needs the
-    next gradient; the sign of the average is its most likely value. State dicts have the keys of
+    The prediction ``steps`` updates ahead is ``W - steps*lr*sign(m)/2``: the next direction needs
+    the next gradient, and about half of the average's signs come true. State dicts have the keys of
     the common implementations (``exp_avg``).
 
     Example:
@@ -53,7 +53,7 @@ class Lion(PredictingOptimizer):
         >>> optimizer.step()
         >>> with optimizer.predicted(steps=2):
         ...     print(f"{weight.item():.2f}")
-        0.25
+        0.50
     """
 
     _rule = Rule(_lion_numbers, ("exp_avg",), {"exp_avgs": Role.MOMENTUM}, {}, {})

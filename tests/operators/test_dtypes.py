@@ -139,6 +139,19 @@ def test_the_probability_is_the_distance(fraction: float, sign: float) -> None:
     assert abs(sum(shares) / 4 - share) < 5 * deviation / 2
 
 
+def test_a_second_moment_does_not_stand_still() -> None:
+    """A step adds 0.1 % of the distance; to nearest, nothing would move beyond 0.8 of it."""
+    n, steps = 4096, 3000
+    w, g, m, u = (torch.full((n,), x) for x in (0.0, 1.0, 0.0, 0.0))
+    m, u = m.bfloat16(), u.bfloat16()
+    plan = st.Plan(w, grads=g, exp_avgs=m, exp_avg_sqs=u)
+    for step in range(1, steps + 1):
+        plan.adam_step_(lr=1e-3, step=step)
+    share = u.double().mean().item() / (1 - 0.999**steps)
+    assert abs(share - 1) < 2e-3
+    assert u.double().std().item() < 0.1
+
+
 def test_seeds_decide_independently() -> None:
     n = 1 << 16
     decisions = []

@@ -75,8 +75,8 @@ def average_change(versions, r, steps):
 def direction(row, velocity=None):
     """Return what an update with only this first moment subtracts per learning rate."""
     velocity = row.velocity if velocity is None else velocity
-    if family(row) == "lion":  # the next gradient, which decides its sign, is not known
-        return velocity.sign()
+    if family(row) == "lion":  # of the signs, which the next gradients decide, half come true
+        return velocity.sign() / 2
     return velocity * first(row, 0) / root(row, 0) if family(row) == "adam" else velocity
 
 
