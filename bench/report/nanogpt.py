@@ -131,33 +131,22 @@ def moments(results: Path) -> str:
     lines = []
     for name in ("sync", "auto"):
         wide, narrow = rows[name], rows[f"{name}-bfloat16"]
-        losses = (f"{fmean(row['losses']):.3f}" for row in (wide, narrow))
-        pairs = zip(narrow["losses"], wide["losses"], strict=True)
-        gap = Interval.of([100 * (mine / other - 1) for mine, other in pairs])
-        lines.append(
-            [
-                f"`{name}`",
-                f"{wide['lr']:.4g}",
-                str(len(wide["losses"])),
-                *losses,
-                with_interval(gap),
-            ]
-        )
+        gap = _gap(narrow, wide, wide["tests"][-1])
+        cells = [f"{wide['lr']:.4g}", str(len(wide["losses"]))]
+        cells += [f"{fmean(row['losses']):.3f}" for row in (wide, narrow)]
+        lines.append([f"`{name}`", *cells, with_interval(gap)])
     return table("method|>lr|>seeds|>float32: loss|>bfloat16: loss|>gap %", lines)
 
 
 def lion(results: Path) -> str:
     """Losses of Lion beside AdamW's by delay."""
-    rows = sorted(
-        rows_of(results, "text", MOMENTS), key=lambda row: (row["delay"], row["gap"]["mean"])
-    )
     lines = []
-    for row in rows:
-        name, _, short = row["contender"].partition("-")
-        cells = [f"`{name}`", "Lion" if short else "AdamW", str(row["delay"]), f"{row['lr']:.4g}"]
+    for row in sorted(rows_of(results, "text", MOMENTS), key=lambda row: row["delay"]):
+        name, _, lion = row["contender"].partition("-")
         gap = Interval(*(100 * row["gap"][x] for x in ("mean", "low", "high")))
-        of = "" if row["contender"] == "sync" else with_interval(gap)
-        lines.append([*cells, str(len(row["losses"])), f"{fmean(row['losses']):.3f}", of])
+        cells = [str(row["delay"]), f"{row['lr']:.4g}", str(len(row["losses"]))]
+        cells += [f"{fmean(row['losses']):.3f}", with_interval(gap) if gap.mean else ""]
+        lines.append([f"`{name}`", "Lion" if lion else "AdamW", *cells])
     return table("method|optimizer|>delay|>lr|>seeds|>loss|>gap %", lines)
 
 
