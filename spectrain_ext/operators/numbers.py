@@ -357,7 +357,8 @@ class AdamNumbers(Hyperparameters):
 
     def __post_init__(self) -> None:
         _make_non_negative(self, ("eps", "weight_decay"))
-        object.__setattr__(self, "lr", learning_rate(self.lr))
+        if type(self.lr) is not float or not 0.0 <= self.lr < math.inf:
+            object.__setattr__(self, "lr", learning_rate(self.lr))
         object.__setattr__(self, "betas", pair_of_betas(self.betas))
         self._set_step(self.step)
         if self.momentum_decay is not None:

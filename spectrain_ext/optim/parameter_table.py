@@ -25,6 +25,7 @@ from .state import (
     read_entry,
     ruled,
     scalar_dtype,
+    warn_of_conversion,
 )
 
 Views = Mapping[Tensor, Tensor]
@@ -208,6 +209,7 @@ class ParameterTable:
             views = self._home.buffers[p]
             for view, buffer in zip(views, buffers, strict=True):
                 if view is not buffer:
+                    warn_of_conversion(buffer.dtype, view.dtype)
                     view.copy_(buffer)
             return views
         if all(fits(p, buffer) and buffer.dtype == buffers[0].dtype for buffer in buffers):

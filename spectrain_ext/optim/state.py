@@ -149,13 +149,13 @@ def loaded_dtype(
     return saved if weight.itemsize == 2 and allowed(weight, saved) else weight
 
 
-def warn_of_conversion(saved: torch.dtype, now: torch.dtype, stacklevel: int = 2) -> None:
-    """Warn that loaded state gets another precision, once per process and pair of dtypes."""
+def warn_of_conversion(saved: torch.dtype, now: torch.dtype) -> None:
+    """Warn that loaded state gains or loses bits, between float32 and bfloat16."""
     if saved != now and torch.bfloat16 in (saved, now) and torch.float32 in (saved, now):
         warnings.warn(
             f"the saved moments are {saved}, those of this optimizer {now}: they are converted; "
             f"state_dtype={saved} keeps them as they were saved",
-            stacklevel=stacklevel + 1,
+            stacklevel=3,
         )
 
 
