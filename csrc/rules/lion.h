@@ -62,7 +62,8 @@ struct LionStep : Defaults {
   }
 
   static constexpr bool has_outs = true;
-  static constexpr unsigned kKept = 1u << Streams::grads;  // the direction
+  static constexpr bool divides = sizeof(Acc) == sizeof(double);  // as many registers are needed
+  static constexpr unsigned kKept = 1u << Streams::grads;         // the direction
   using OutType = Out;
   using Move = Coefficients<Acc>;
   SPECTRAIN_HD static Move move(const Args& a, int term) { return a.predictions.term[term]; }

@@ -303,6 +303,7 @@ void floats(Forms& f, const std::string& type) {
   f["rcp.rn." + type] = unary<T, [](T x) { return 1 / x; }>;
   f["neg." + type] = unary<T, [](T x) { return -x; }>;
   f["abs." + type] = unary<T, [](T x) { return std::fabs(x); }>;
+  f["copysign." + type] = binary<T, [](T sign, T x) { return std::copysign(x, sign); }>;
   comparisons<T>(f, type);
   f["setp.equ." + type] = binary<T, or_nan<T, equal<T>>>;
   f["setp.neu." + type] = binary<T, or_nan<T, unequal<T>>>;
