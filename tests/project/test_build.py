@@ -129,7 +129,7 @@ class TestCudaHalf:
         )
 
     def test_no_kernel_spills_or_has_too_many_registers(self) -> None:
-        """1,024 threads are resident on every architecture, 512 of kernels that divide (Adam)."""
+        """1,024 threads are resident on every architecture, 512 of those that divide (Adam) and Lion's in double."""
         usage = self._dump("--dump-resource-usage").split("arch = ")[1:]
         machine = [a for a in _C.build_info()["cuda_architectures"] if a.startswith("sm_")]
         figures = r"Function (\S+):\s+REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)"
@@ -140,7 +140,8 @@ class TestCudaHalf:
             # on other architectures kernels with blocks of 256 threads may use a few more:
             # distances 66
             if part.startswith("sm_90\n") or re.search("run_table|run_resident", name):
-                assert int(registers) <= (128 if "Adam" in name else 64), name
+                few = not re.search("Adam|LionStepId", name)
+                assert int(registers) <= (64 if few else 128), name
 
     def test_kernels_read_and_write_vectors_of_global_memory(self) -> None:
         """16 bytes of the widest stream, and as many elements (8 bytes) of 16-bit ones.
