@@ -129,7 +129,7 @@ class TestCudaHalf:
         )
 
     def test_no_kernel_spills_or_has_too_many_registers(self) -> None:
-        """1,024 threads are resident on every architecture, 512 of those that divide (Adam) and Lion's in double."""
+        """1,024 threads are resident, 512 of kernels that divide (Adam) and of Lion in float64."""
         usage = self._dump("--dump-resource-usage").split("arch = ")[1:]
         machine = [a for a in _C.build_info()["cuda_architectures"] if a.startswith("sm_")]
         figures = r"Function (\S+):\s+REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)"
