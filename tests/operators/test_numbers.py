@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.bad_input import raises
-from helpers.ops_calls import Rate, in_memory
+from helpers.ops_calls import Rate, StepCount, in_memory
 from hypothesis import given
 from hypothesis import strategies as some
 from torch import Tensor
@@ -150,6 +150,20 @@ def test_a_rate_that_cannot_be(
 ) -> None:
     w, v = lists = tensors(1)
     raises(error, says, lambda: st.predict_(w, v, lr=lr, **{"steps": 2, **numbers}), lists)
+
+
+def test_a_plans_steps_may_be_counted_on_the_host_and_in_memory_in_turn() -> None:
+    """The plan remembers numbers that came twice; a count in memory is never read on the host."""
+    w, g, m, u = (torch.rand(9) for _ in range(4))
+    others = [t.clone() for t in (w, g, m, u)]
+    plan, other = (
+        st.Plan(a, grads=b, exp_avgs=c, exp_avg_sqs=d) for a, b, c, d in ((w, g, m, u), others)
+    )
+    for step in range(1, 7):
+        other.adam_step_(lr=0.1, step=step)
+        count = StepCount(torch.tensor([float(step)])) if step in (4, 6) else step
+        plan.adam_step_(lr=0.1, step=count)
+    assert torch.equal(w, others[0])
 
 
 def test_what_is_not_linear_takes_its_rate_from_the_host() -> None:
