@@ -216,9 +216,6 @@ def law_named(law: str | Callable[[int], Law], horizon: int) -> Law:
     return Geometric(horizon) if law == "geometric" else Linear(horizon)
 
 
-_NAMES = {"sgd": "SGD", "lion": "Lion", "matrix": "an update of matrices"}
-
-
 def terms_of(law: Law, numbers: Hyperparameters) -> list[Term]:
     """Return the terms of a law under an update rule, by the law's method of the rule's name.
 
@@ -229,10 +226,8 @@ def terms_of(law: Law, numbers: Hyperparameters) -> list[Term]:
         raise ValueError(f"steps: {law} is not defined under {numbers.rule}")
     terms: list[Term] = formula(numbers)
     if len(terms) > 1 and not isinstance(numbers, AdamNumbers):
-        raise ValueError(
-            f"steps: expected at most one term under {_NAMES[numbers.rule]}, {law} gave "
-            f"{len(terms)}"
-        )
+        under = "SGD" if isinstance(numbers, SgdNumbers) else numbers.rule.capitalize()
+        raise ValueError(f"steps: expected at most one term under {under}, {law} gave {len(terms)}")
     return [term.split() for term in terms] if isinstance(numbers.lr, Rate) else terms
 
 
